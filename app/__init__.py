@@ -1,0 +1,1 @@
+"""OpenAI protocol, fan-out and the Ray graph; imports `deployments`, never the other way round."""

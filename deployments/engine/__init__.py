@@ -1,0 +1,1 @@
+"""Engines that run the model behind one small protocol."""

@@ -1,0 +1,97 @@
+"""Everything a request can fail with. The tree is the table:
+
+    ServingError                     500  our fault, or a bug
+    ├── InvalidRequest               400  the request's JSON says something we cannot do
+    │   └── PromptTooLong            400  more tokens than the model's context
+    ├── ModelNotFound                404  unknown model name
+    ├── RequestTooLarge              413  the body is over the limit
+    ├── InvalidMedia                 422  the item's bytes are not what they should be
+    │   ├── MediaTooLarge            413  the item is over a declared limit (bytes, pixels, seconds, frames)
+    │   └── UnsupportedMedia         415  a format or modality we or the model do not take
+    ├── FetchRefused                 422  the URL is not allowed by policy, or the media host said 4xx
+    ├── FetchFailed                  502  the media host is unreachable, or said 5xx
+    ├── Overloaded                   503  a queue is full; try again
+    ├── StageUnavailable             503  a replica died and a retry did not help, or the server is starting
+    └── StageTimeout                 504  the request's deadline passed
+
+Raise with a message that says what to change. `param` names the item (`messages[0].content[2]`); a stage
+leaves it out and the pipeline, which knows the item, fills it in. Messages carry no address, no path of the
+server and no repr of an object. Arguments are positional and equal to those of `Exception`, so that the
+errors survive pickling between processes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServingError(Exception):
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(ServingError):
+    status = 400
+    code = "invalid_request"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(ServingError):
+    status = 404
+    code = "model_not_found"
+
+
+class RequestTooLarge(ServingError):
+    status = 413
+    code = "request_too_large"
+
+
+class InvalidMedia(ServingError):
+    status = 422
+    code = "invalid_media"
+
+
+class MediaTooLarge(InvalidMedia):
+    status = 413
+    code = "media_too_large"
+
+
+class UnsupportedMedia(InvalidMedia):
+    status = 415
+    code = "unsupported_media"
+
+
+class FetchRefused(ServingError):
+    status = 422
+    code = "fetch_refused"
+
+
+class FetchFailed(ServingError):
+    status = 502
+    code = "fetch_failed"
+
+
+class Overloaded(ServingError):
+    status = 503
+    code = "overloaded"
+
+
+class StageUnavailable(ServingError):
+    status = 503
+    code = "stage_unavailable"
+
+
+class StageTimeout(ServingError):
+    status = 504
+    code = "timeout"

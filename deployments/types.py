@@ -1,0 +1,145 @@
+"""The records that cross processes. One concept, one definition; tensors travel beside them in a Payload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Modality(StrEnum):
+    IMAGE = "image"
+    AUDIO = "audio"
+    VIDEO = "video"
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Named arrays on their way between processes, opaque to whoever only passes them on.
+
+    Exactly one of `inline` and `ref` is set; see `deployments.payload` for packing and unpacking.
+    """
+
+    nbytes: int  # bytes of all arrays together
+    inline: bytes | None = None  # pickled Arrays, for small ones
+    ref: Any = None  # ray.ObjectRef of Arrays, for large ones
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSource:
+    """Where one media item comes from, as the client named it."""
+
+    modality: Modality
+    kind: Literal["url", "data"]
+    url: str = ""  # kind "url": http(s):// or file://
+    header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
+    payload: Payload | None = None  # kind "data": {"data": uint8[n]}, what follows the comma, still encoded
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """How the model's processor wants media decoded; `None` means that it does not say."""
+
+    sampling_rate: int = 16000  # Hz, audio is resampled to it
+    num_frames: int | None = None  # video: at most so many frames, uniform over the clip
+    fps: float | None = None  # video: frames per second of the clip to keep
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One decoded item.
+
+    Arrays of the payload: image {"pixels": uint8[H, W, 3]}; audio {"samples": float32[n]}, mono, in [-1, 1];
+    video {"frames": uint8[T, H, W, 3]}.
+    """
+
+    modality: Modality
+    digest: str  # hex blake3 over modality, the encoded bytes and the options that shaped the arrays
+    payload: Payload
+    info: dict[str, Any]  # what `render` shows as "media", see MediaInfo in docs
+    num_bytes: int  # encoded size as fetched or sent
+    mime: str  # by content, e.g. "image/png"
+    service_ms: float = 0.0
+    video_metadata: dict[str, Any] | None = None  # {"total_num_frames", "fps", "frames_indices", "duration"}
+    cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MMFeatures:
+    """One item as the model takes it.
+
+    Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
+    `image_grid_thw`, ...), and `input_ids`: int64[n], the token ids that replace the item's placeholder.
+    """
+
+    modality: Modality
+    digest: str
+    num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
+    length: int  # token ids that replace the placeholder (num_tokens and what the family wraps around it)
+    payload: Payload
+    shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name)
+    service_ms: float = 0.0
+    cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation for the chat template; media parts are {"type": "image" | "audio" | "video"}."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of a rendered chat, with one placeholder token per item, in item order."""
+
+    token_ids: list[int]
+    placeholders: list[tuple[Modality, int]]  # per item: modality and its index in token_ids, ascending
+    service_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What the model produced since the last one; the last has a `finish_reason`."""
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"] | None = None
+    queue_ms: float = 0.0  # set on the first delta: waited for the engine
+    prefill_ms: float = 0.0  # set on the first delta: until the first token was there
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    tokenizer_json: str  # loads with tokenizers.Tokenizer.from_str: the ingress detokenizes with it
+    special_token_ids: list[int] = field(default_factory=list)  # left out of the text
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What the processor takes, asked once by the ingress."""
+
+    modalities: list[Modality]
+    options: MediaOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    max_model_len: int  # tokens of prompt and answer together
+    default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
+    device: str = "cpu"
+    dtype: str = "float32"
