@@ -20,7 +20,7 @@ def _lower_priority(niceness: int) -> None:
 
 
 class WorkPool:
-    """Runs functions in `threads` threads at `niceness`; what is queued and not yet begun can be cancelled."""
+    """Runs functions in `threads` threads at `niceness`; what has not begun yet can be cancelled."""
 
     def __init__(self, threads: int, niceness: int = 19) -> None:
         self._executor = ThreadPoolExecutor(
