@@ -1,0 +1,266 @@
+"""HTTP: routes, server-sent events, errors to statuses. Knows the pipeline, not Ray."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from tokenizers import Tokenizer
+
+from app import __version__
+from app.calls import Deadline
+from app.chat import ChatWriter, ParsedChat, Usage, parse_chat, sampling_params
+from app.detokenize import TextStream
+from app.intake import Body, parse, read_body
+from app.pipeline import Pipeline, Prepared
+from app.protocol import ChatRequest, error_envelope, parse_chat_request
+from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
+
+logger = logging.getLogger("ray.serve")
+
+# The reason why the server can not serve, or None.
+Unready = Callable[[], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    model_name: str
+    timeout_s: float  # a request's deadline
+    max_body_bytes: int
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
+    app = FastAPI(title="Headrace", version=__version__, docs_url=None, redoc_url=None)
+    started = int(time.time())
+    model_card = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": started,
+        "owned_by": "headrace",
+        "max_model_len": pipeline.limits.max_model_len,
+    }
+
+    async def read_request(http: Request) -> tuple[ChatRequest, ParsedChat]:
+        body = await _body(http, settings)
+        request = parse_chat_request(parse(body))
+        if request.model not in (None, settings.model_name):
+            raise ModelNotFound(
+                f"The model {request.model!r} is not served here; it is {settings.model_name!r}.", "model"
+            )
+        return request, parse_chat(request, body.strings)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        deadline = Deadline(settings.timeout_s)
+        request, parsed = await read_request(http)
+        prepared = await pipeline.prepare(parsed, deadline)
+        answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
+        if not request.stream:
+            return Json(await answer.whole())
+        events = answer.events()
+        first = await anext(events)  # what fails before the first token still gets a status of its own
+        return StreamingResponse(_sse(first, events), media_type="text/event-stream", headers=_NO_BUFFERING)
+
+    @app.post("/v1/chat/completions/render")
+    async def render(http: Request) -> Response:
+        start = time.perf_counter()
+        deadline = Deadline(settings.timeout_s)
+        _, parsed = await read_request(http)
+        intake_ms = (time.perf_counter() - start) * 1000
+        prepared = await pipeline.prepare(parsed, deadline)
+        total_ms = (time.perf_counter() - start) * 1000
+        timings = {
+            "intake": round(intake_ms, 3),
+            "tokenize": asdict(prepared.tokenize),
+            "total": round(total_ms, 3),
+        }
+        return Json(rendered(prepared, settings.model_name, timings))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return Json({"object": "list", "data": [model_card]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        if model != settings.model_name:
+            raise ModelNotFound(
+                f"The model {model!r} is not served here; it is {settings.model_name!r}.", "model"
+            )
+        return Json(model_card)
+
+    @app.get("/health")
+    async def health() -> Response:
+        reason = unready()
+        return Json({"status": "ok"}) if reason is None else Json({"status": reason}, 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return Json({"version": __version__})
+
+    @app.exception_handler(ServingError)
+    async def serving_error(http: Request, error: ServingError) -> Response:
+        return _error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: Request, error: HTTPException) -> Response:
+        message = f"{http.method} {http.url.path}: {error.detail}."
+        return Json(error_envelope(message, "invalid_request_error", None, None), error.status_code)
+
+    @app.exception_handler(Exception)
+    async def bug(http: Request, error: Exception) -> Response:
+        return _error_response(ServingError("Internal error; the server's log says more."))
+
+    return app
+
+
+class Answer:
+    """One answer on its way from tokens to OpenAI's JSON, whole or as events."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prepared: Prepared,
+        request: ChatRequest,
+        tokenizer: Tokenizer,
+        deadline: Deadline,
+        model: str,
+    ) -> None:
+        self._pipeline = pipeline
+        self._prepared = prepared
+        self._request = request
+        self._deadline = deadline
+        self._text = TextStream(tokenizer, request.stop)
+        self._writer = ChatWriter(model)
+        self._usage = Usage(len(prepared.token_ids), prepared.media_tokens())
+
+    async def whole(self) -> dict[str, Any]:
+        text, finish = [], "stop"
+        async with aclosing(self._pieces()) as pieces:
+            async for piece, reason in pieces:
+                text.append(piece)
+                finish = reason or finish
+        return self._writer.completion("".join(text), finish, self._usage)
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Chunks in OpenAI's order: the role, the text, the finish reason, the usage if asked for."""
+        writer, role = self._writer, {"role": "assistant", "content": ""}
+        async with aclosing(self._pieces()) as pieces:
+            async for piece, reason in pieces:
+                if role:
+                    yield writer.chunk(role)
+                    role = {}
+                if piece:
+                    yield writer.chunk({"content": piece})
+                if reason:
+                    yield writer.chunk({}, reason)
+        if self._request.stream_options.include_usage:
+            yield writer.usage_chunk(self._usage)
+
+    async def _pieces(self) -> AsyncIterator[tuple[str, str | None]]:
+        """Text as it becomes certain; the last piece has the finish reason."""
+        room = self._pipeline.limits.max_model_len - len(self._prepared.token_ids)
+        sampling = sampling_params(self._request, room, self._pipeline.limits.default_sampling)
+        async with aclosing(self._pipeline.generate(self._prepared, sampling, self._deadline)) as deltas:
+            async for delta in deltas:
+                text = "".join(self._push(token_id) for token_id in delta.token_ids)
+                if self._text.stopped:
+                    yield text, "stop"
+                    return
+                if delta.finish_reason:
+                    yield text + self._text.finish(), delta.finish_reason
+                    return
+                yield text, None
+
+    def _push(self, token_id: int) -> str:
+        if not self._text.stopped:
+            self._usage.completion_tokens += 1
+        return self._text.push(token_id)
+
+
+def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[str, Any]:
+    """What the model would get, without asking it."""
+    items = [
+        {
+            "index": index,
+            "param": entry.item.param,
+            "modality": entry.item.modality,
+            "digest": entry.features.digest,
+            "num_tokens": entry.features.num_tokens,
+            "placeholder": {"offset": span.offset, "length": span.length},
+            "source": {"kind": entry.item.kind, "bytes": entry.media.num_bytes, "mime": entry.media.mime},
+            "media": entry.media.info,
+            "features": {
+                name: {"shape": shape, "dtype": dtype}
+                for name, (shape, dtype) in entry.features.shapes.items()
+            },
+            "cached": entry.features.cached,
+            "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
+        }
+        for index, (entry, span) in enumerate(zip(prepared.items, prepared.spans, strict=True))
+    ]
+    return {
+        "object": "chat.render",
+        "model": model,
+        "prompt_token_ids": prepared.token_ids,
+        "num_prompt_tokens": len(prepared.token_ids),
+        "items": items,
+        "timings_ms": timings,
+    }
+
+
+_NO_BUFFERING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _body(http: Request, settings: ApiSettings) -> Body:
+    """Raises RequestTooLarge before the first byte where the client tells the length."""
+    length = http.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > settings.max_body_bytes:
+        raise RequestTooLarge(
+            f"The body has {length} bytes, the limit is {settings.max_body_bytes}. Send less, or send URLs."
+        )
+    return await read_body(http.stream(), max_bytes=settings.max_body_bytes, timeout_s=settings.timeout_s)
+
+
+async def _sse(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):  # type: ignore[type-var]
+        yield _event(first)
+        try:
+            async for chunk in rest:
+                yield _event(chunk)
+        except ServingError as error:
+            yield _event(_envelope(error))
+            return
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def _envelope(error: ServingError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return error_envelope(error.message, kind, error.param, error.code)
+
+
+def _error_response(error: ServingError) -> Response:
+    headers = {}
+    if error.status == 503:
+        headers["Retry-After"] = "1"
+    if isinstance(error, RequestTooLarge):
+        headers["Connection"] = "close"  # else the client sends the rest before it reads the answer
+    return Json(_envelope(error), error.status, headers)

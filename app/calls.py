@@ -1,0 +1,159 @@
+"""Calls to stages: whoever starts one ends it.
+
+Cancelling an awaiting task does not cancel a Serve call, only `response.cancel()` does; so every call of the
+product goes through here. Foreign errors become ServingErrors here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
+
+T = TypeVar("T")
+logger = logging.getLogger("ray.serve")
+
+
+class Deadline:
+    """One per request; every stage gets what is left of it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        return max(0.0, self._at - time.monotonic())
+
+    def passed(self, stage: str) -> StageTimeout:
+        return StageTimeout(
+            f"The request was still in {stage} when its {self.timeout_s:g} s were over."
+            " Send less, or try again later."
+        )
+
+
+class ReplicaDied(StageUnavailable):
+    """The replica that worked on the call is gone; the call may be tried again elsewhere."""
+
+
+class InputLost(StageUnavailable):
+    """An array that the call refers to went with the process that held it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of one call: `service` at work in the stage, `queue` all else (waiting, transport)."""
+
+    queue: float
+    service: float
+
+    @classmethod
+    def of(cls, wall_ms: float, service_ms: float) -> Timing:
+        return cls(round(max(0.0, wall_ms - service_ms), 3), round(service_ms, 3))
+
+
+async def call(method: Any, *args: Any, stage: str, deadline: Deadline) -> tuple[Any, Timing]:
+    """The stage's record (which tells its `service_ms`) and where the time went.
+
+    Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
+    """
+    start = time.perf_counter()
+    response = method.remote(*args)
+    with _translated(response, stage, deadline):
+        async with asyncio.timeout(deadline.left_s()):
+            record = await _awaited(response)
+    return record, Timing.of((time.perf_counter() - start) * 1000, record.service_ms)
+
+
+async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncIterator[Any]:
+    """The stage's stream; leaving it early, for whatever reason, ends it there too."""
+    responses = method.remote(*args)
+    with _translated(responses, stage, deadline):
+        while True:
+            async with asyncio.timeout(deadline.left_s()):
+                delta = await _awaited(anext(responses, None))
+            if delta is None:
+                return
+            yield delta
+
+
+async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[ServingError]) -> T:
+    """One retry of an idempotent call."""
+    try:
+        return await attempt()
+    except on as error:
+        logger.warning("%s Trying once more.", error.message)
+        return await attempt()
+
+
+async def gather_all(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+    """`asyncio.gather`, but nothing runs on after it.
+
+    When one fails, the others are cancelled and awaited; what is raised is the earliest real failure in the
+    order of the arguments, whichever came first in time.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        settled = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in settled:
+            if isinstance(result, Exception):
+                raise result from None
+        raise
+
+
+async def _awaited(result: Awaitable[T]) -> T:
+    """Serve tells the cancellation of the waiting task as a cancelled request; asyncio must see its own."""
+    try:
+        return await result
+    except TaskCancelledError:
+        task = asyncio.current_task()
+        if task and task.cancelling():
+            raise asyncio.CancelledError from None
+        raise
+
+
+@contextmanager
+def _translated(response: Any, stage: str, deadline: Deadline) -> Iterator[None]:
+    """Ends the call on any exit but a good one, and speaks of it in our own errors."""
+    try:
+        yield
+    except BaseException as error:
+        response.cancel()
+        if isinstance(error, TimeoutError):
+            raise deadline.passed(stage) from None
+        if isinstance(error, (RayError, BackPressureError, DeploymentUnavailableError)):
+            raise _mapped(error, stage) from error
+        raise
+
+
+def _mapped(error: Exception, stage: str) -> Exception:
+    """By reference, errors arrive wrapped in RayTaskError; the cause may itself be one of Ray's."""
+    cause = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
+        cause = cause.cause
+    match cause:
+        case ServingError():
+            return cause
+        case BackPressureError():
+            return Overloaded(f"Too many requests are waiting for {stage}. Try again later.")
+        case ObjectLostError():
+            return InputLost(f"{stage} lost an input of the request. Try again.")
+        case RayActorError() | DeploymentUnavailableError():
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+        case TaskCancelledError():
+            return StageUnavailable(f"{stage} was stopped during the request. Try again.")
+        case _:
+            logger.error("%s failed", stage, exc_info=error)
+            return ServingError(f"{stage} failed on this request; the server's log says why.")

@@ -1,0 +1,169 @@
+"""Pure translation: a request into a conversation with ordered items, tokens back into OpenAI's answers."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from app.intake import LongString
+from app.protocol import (
+    AudioPart,
+    ChatRequest,
+    ContentPart,
+    ImagePart,
+    InputAudioPart,
+    TextPart,
+    VideoPart,
+)
+from deployments.errors import InvalidRequest
+from deployments.types import Chat, Modality, SamplingParams
+
+_SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
+_MAX_DATA_HEADER = 1024  # bytes between "data:" and the comma
+_MAX_URL = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One media item as the request names it; its place in `ParsedChat.items` is its identity."""
+
+    param: str  # "messages[0].content[1]"
+    modality: Modality
+    kind: Literal["url", "data"]
+    url: str = ""
+    header: str = ""  # kind "data": "image/png;base64"
+    data: bytes | LongString = b""  # kind "data": what follows the comma, still encoded
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedChat:
+    chat: Chat
+    items: list[Item]  # in the order in which the user wrote them, across messages and modalities
+
+
+def parse_chat(request: ChatRequest, strings: Mapping[str, LongString]) -> ParsedChat:
+    """Raises InvalidRequest for a media part that is neither a URL nor a data: URI."""
+    items: list[Item] = []
+    messages = []
+    for i, message in enumerate(request.messages):
+        content: str | list[dict[str, Any]]
+        if isinstance(message.content, str):
+            content = _text(message.content, strings)
+        else:
+            content = []
+            for j, part in enumerate(message.content):
+                if isinstance(part, TextPart):
+                    content.append({"type": "text", "text": _text(part.text, strings)})
+                else:
+                    items.append(_item(part, f"messages[{i}].content[{j}]", strings))
+                    content.append({"type": str(items[-1].modality)})
+        messages.append({"role": message.role, "content": content})
+    return ParsedChat(Chat(messages), items)
+
+
+def _text(text: str, strings: Mapping[str, LongString]) -> str:
+    """A text that the intake moved out of line is text again: it will be tokenized, not decoded."""
+    moved = strings.get(text)
+    return text if moved is None else moved.join().decode()
+
+
+def _item(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:
+    match part:
+        case InputAudioPart(input_audio=audio):
+            data = strings.get(audio.data) or audio.data.encode()
+            return Item(param, Modality.AUDIO, "data", header=f"audio/{audio.format};base64", data=data)
+        case ImagePart(image_url=source):
+            modality = Modality.IMAGE
+        case AudioPart(audio_url=source):
+            modality = Modality.AUDIO
+        case VideoPart(video_url=source):
+            modality = Modality.VIDEO
+        case _:
+            raise AssertionError(part)
+    return _from_url(source.url, param, modality, strings)
+
+
+def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, LongString]) -> Item:
+    long = strings.get(url)
+    head = (bytes(long.head(_MAX_DATA_HEADER + 6)) if long else url.encode())[: _MAX_DATA_HEADER + 6]
+    if head[:5].lower() == b"data:":
+        header, comma, _ = head[5:].partition(b",")
+        if not comma:
+            raise InvalidRequest(
+                f"{param}: this data: URI has no comma between its type and its data.", param
+            )
+        start = 5 + len(header) + 1
+        data = long.tail(start) if long else url.encode()[start:]
+        return Item(param, modality, "data", header=header.decode("latin-1"), data=data)
+    if long or len(url) > _MAX_URL or not _SCHEME.match(url):
+        raise InvalidRequest(
+            f"{param}: {modality}_url.url must be an http(s) URL or a data: URI"
+            f" such as data:{modality}/...;base64,...",
+            param,
+        )
+    return Item(param, modality, "url", url=url)
+
+
+def sampling_params(request: ChatRequest, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
+    """`room`: tokens left in the context; `defaults`: the checkpoint's, for what the request leaves out."""
+    temperature = request.temperature if request.temperature is not None else defaults.get("temperature", 0.0)
+    top_p = request.top_p if request.top_p is not None else defaults.get("top_p", 1.0)
+    return SamplingParams(min(request.token_limit() or room, room), temperature, top_p, request.seed)
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int
+    media_tokens: dict[Modality, int]
+    completion_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        media = {f"{modality}_tokens": self.media_tokens.get(modality, 0) for modality in Modality}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {
+                "text_tokens": self.prompt_tokens - sum(media.values()),
+                **media,
+                "cached_tokens": 0,
+            },
+        }
+
+
+@dataclass(slots=True)
+class ChatWriter:
+    """One answer in OpenAI's format, whole or in chunks, under one id."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def completion(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        return self._object("chat.completion", [choice]) | {"usage": usage.to_json()}
+
+    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._object("chat.completion.chunk", [choice])
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self._object("chat.completion.chunk", []) | {"usage": usage.to_json()}
+
+    def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }

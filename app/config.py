@@ -1,0 +1,53 @@
+"""`args` of serve_config.yaml. Each stage owns its settings; here they are put together and checked.
+
+Serve itself drops unknown keys without a word, so everything here refuses them by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from deployments.embeddings import EmbeddingsConfig
+from deployments.media import MediaConfig
+from deployments.model import ModelConfig
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from app.api import ApiSettings
+from deployments.preprocess import PreprocessConfig
+from deployments.tokenizer import TokenizerConfig
+
+_OF_MODEL = ("tokenizer", "preprocess", "engine")  # stages that load the checkpoint
+
+
+class AppConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = "tiny-omni"  # shipped with the repo, or a folder, or a name on the Hugging Face hub
+    served_model_name: str = ""  # what clients call it; the last part of `model` where empty
+    timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
+    max_body_bytes: int = Field(default=256 * 2**20, gt=0)
+
+    media: MediaConfig = Field(default_factory=MediaConfig)
+    embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig)
+    engine: ModelConfig = Field(default_factory=ModelConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_model(cls, data: Any) -> Any:
+        """The stages that load the checkpoint all get the one `model`."""
+        if not isinstance(data, dict):
+            return data
+        model = data.get("model", cls.model_fields["model"].default)
+        stages = {stage: {**data.get(stage, {}), "model": model} for stage in _OF_MODEL}
+        return {**data, **stages}
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        self.served_model_name = self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+        return self
+
+    @property
+    def api(self) -> ApiSettings:
+        return ApiSettings(self.served_model_name, self.timeout_s, self.max_body_bytes)

@@ -1,0 +1,37 @@
+"""The whole graph: six deployments, each in processes of its own, bound in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deployments.embeddings import EmbeddingLoader
+from deployments.media import MediaLoader
+from deployments.model import Model
+from ray import serve
+from ray.serve import Application
+
+from app.config import AppConfig
+from app.ingress import Ingress
+from deployments.preprocess import MMPreprocessor
+from deployments.tokenizer import Tokenizer
+
+
+def build(args: AppConfig) -> Application:
+    """`import_path: app.graph:build` in serve_config.yaml; replicas, CPUs and queues are set there."""
+    tokenizer = _stage(Tokenizer).bind(args.tokenizer)
+    media = _stage(MediaLoader).bind(args.media)
+    embeddings = _stage(EmbeddingLoader).bind(args.embeddings)
+    preprocessor = _stage(MMPreprocessor).bind(args.preprocess)
+    model = _stage(Model).bind(args.engine)
+    return _stage(Ingress).bind(args.api, tokenizer, media, embeddings, preprocessor, model)
+
+
+def _stage(cls: type) -> Any:
+    """Defaults that suit every stage; Serve's own of 5 requests at once would queue an item behind five."""
+    return serve.deployment(
+        cls,
+        name=cls.__name__,
+        max_ongoing_requests=100,
+        ray_actor_options={"num_cpus": 0.1},
+        max_surge_percent=0,
+    )

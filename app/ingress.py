@@ -1,0 +1,47 @@
+"""The ingress deployment: handles to the stages → pipeline → ASGI app, all inside one Serve replica."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from tokenizers import Tokenizer
+
+from app.api import ApiSettings, create_app
+from app.pipeline import Pipeline, Stages
+from app.readiness import Readiness
+
+
+@serve.ingress()
+class Ingress:
+    """Not ready before every stage has answered, and so never ready where one fails to start."""
+
+    async def __init__(
+        self,
+        settings: ApiSettings,
+        tokenizer: Any,
+        media: Any,
+        embeddings: Any,
+        preprocessor: Any,
+        model: Any,
+    ) -> None:
+        text, inputs, limits, *_ = await asyncio.gather(
+            tokenizer.describe.remote(),
+            preprocessor.describe.remote(),
+            model.describe.remote(),
+            media.ready.remote(),
+            embeddings.ready.remote(),
+        )
+        self._settings = settings
+        self._pipeline = Pipeline(Stages(tokenizer, media, preprocessor, model, inputs, limits))
+        self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
+        self._readiness = Readiness(serve.get_replica_context().app_name)
+        # What start-up left behind lives as long as the replica: no collection need walk it again.
+        gc.collect()
+        gc.freeze()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._pipeline, self._tokenizer, lambda: self._readiness.reason, self._settings)

@@ -1,0 +1,162 @@
+"""The fan-out: tokenization and every item start at once, features come back in the order of the items."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
+from app.chat import Item, ParsedChat
+from app.intake import LongString
+from deployments.errors import PromptTooLong, ServingError, UnsupportedMedia
+from deployments.multimodal.placeholders import Span, expand
+from deployments.payload import pack
+from deployments.types import (
+    Delta,
+    InputSpec,
+    Media,
+    MediaSource,
+    MMFeatures,
+    Modality,
+    ModelSpec,
+    Prompt,
+    SamplingParams,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Handles to the stages, and what each said of itself when asked at start."""
+
+    tokenizer: Any
+    media: Any
+    preprocessor: Any
+    model: Any
+    inputs: InputSpec
+    limits: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedItem:
+    item: Item
+    media: Media
+    features: MMFeatures
+    timings: Mapping[str, Timing]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that the model gets."""
+
+    prompt: Prompt
+    items: list[PreparedItem]  # in the order of the request
+    token_ids: list[int]  # the prompt with each placeholder replaced by its item's tokens
+    spans: list[Span]  # per item: where its tokens lie in token_ids
+    tokenize: Timing
+
+    @property
+    def features(self) -> list[MMFeatures]:
+        return [prepared.features for prepared in self.items]
+
+    def media_tokens(self) -> dict[Modality, int]:
+        counts: dict[Modality, int] = {}
+        for features in self.features:
+            counts[features.modality] = counts.get(features.modality, 0) + features.num_tokens
+        return counts
+
+
+class Pipeline:
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self.limits = stages.limits
+
+    async def prepare(self, parsed: ParsedChat, deadline: Deadline) -> Prepared:
+        """Raises the first failure in input order: the prompt's, then the items'."""
+        self._check_modalities(parsed.items)
+        results = await gather_all(
+            [self._encode(parsed, deadline), *(self._prepare_item(item, deadline) for item in parsed.items)]
+        )
+        (prompt, tokenize), items = results[0], results[1:]
+        token_ids, spans = expand(prompt, [prepared.features for prepared in items])
+        self._check_length(len(token_ids), items)
+        return Prepared(prompt, items, token_ids, spans, tokenize)
+
+    def generate(
+        self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
+    ) -> AsyncIterator[Delta]:
+        """Closing the iterator ends the generation in the model's stage."""
+        generate = self._stages.model.options(stream=True).generate
+        return stream(
+            generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
+        )
+
+    async def _encode(self, parsed: ParsedChat, deadline: Deadline) -> Any:
+        return await once_more(
+            lambda: call(self._stages.tokenizer.encode, parsed.chat, stage="Tokenizer", deadline=deadline),
+            on=ReplicaDied,
+        )
+
+    async def _prepare_item(self, item: Item, deadline: Deadline) -> Any:
+        """Load, then preprocess; a lost array means both once more."""
+        source = await _source(item)
+
+        async def load_and_process() -> PreparedItem:
+            media, load = await once_more(
+                lambda: call(
+                    self._stages.media.load,
+                    source,
+                    self._stages.inputs.options,
+                    deadline.left_s(),
+                    stage="MediaLoader",
+                    deadline=deadline,
+                ),
+                on=ReplicaDied,
+            )
+            features, process = await once_more(
+                lambda: call(
+                    self._stages.preprocessor.process,
+                    media,
+                    deadline.left_s(),
+                    stage="MMPreprocessor",
+                    deadline=deadline,
+                ),
+                on=ReplicaDied,
+            )
+            return PreparedItem(item, media, features, {"load": load, "preprocess": process})
+
+        try:
+            return await once_more(load_and_process, on=InputLost)
+        except ServingError as error:
+            error.param = error.param or item.param
+            raise
+
+    def _check_modalities(self, items: list[Item]) -> None:
+        for item in items:
+            if item.modality not in self._stages.inputs.modalities:
+                takes = ", ".join(self._stages.inputs.modalities) or "text only"
+                raise UnsupportedMedia(
+                    f"{item.param}: this model takes no {item.modality}; it takes {takes}.", item.param
+                )
+
+    def _check_length(self, num_tokens: int, items: list[PreparedItem]) -> None:
+        limit = self.limits.max_model_len
+        if num_tokens >= limit:
+            media = "".join(f", {p.item.param}: {p.features.num_tokens}" for p in items)
+            raise PromptTooLong(
+                f"The prompt has {num_tokens} tokens{media}; the model's context of {limit} leaves no room"
+                " for an answer. Send less.",
+                "messages",
+            )
+
+
+async def _source(item: Item) -> MediaSource:
+    if item.kind == "url":
+        return MediaSource(item.modality, "url", url=item.url)
+    data = item.data
+    encoded = await asyncio.to_thread(data.join) if isinstance(data, LongString) else data
+    payload = await pack({"data": np.frombuffer(encoded, np.uint8)})
+    return MediaSource(item.modality, "data", header=item.header, payload=payload)

@@ -1,0 +1,238 @@
+"""OpenAI's chat wire format as far as Headrace speaks it: requests, answers, error envelope.
+
+Unknown fields are ignored and `null` means absent, at every level, as OpenAI's API does; a wrong type is
+an error that names the field. Nothing here knows Ray or the stages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from deployments.errors import InvalidRequest
+
+MAX_STOPS = 4
+PART_TYPES = ("text", "image_url", "input_audio", "audio_url", "video_url")
+_EMBEDS = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds")
+_UNION = "union:"  # marks a union's tag in an error's location, so that it can be left out again
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class TextPart(_Wire):
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_string(cls, data: Any) -> Any:
+        return {"text": data} if isinstance(data, str) else data
+
+
+class MediaURL(_Wire):
+    url: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_string(cls, data: Any) -> Any:
+        return {"url": data} if isinstance(data, str) else data
+
+
+class InputAudio(_Wire):
+    data: str
+    format: str = Field(default="wav", max_length=32, pattern=r"^[A-Za-z0-9.+-]+$")
+
+
+class ImagePart(_Wire):
+    image_url: MediaURL
+
+
+class AudioPart(_Wire):
+    audio_url: MediaURL
+
+
+class VideoPart(_Wire):
+    video_url: MediaURL
+
+
+class InputAudioPart(_Wire):
+    input_audio: InputAudio
+
+
+def _part_tag(part: Any) -> str | None:
+    """The part's type, told by its key where `type` is missing."""
+    if isinstance(part, str | TextPart):
+        return _UNION + "text"
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type") or next((key for key in PART_TYPES if key in part), None)
+    return _UNION + kind if kind in PART_TYPES else None
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag(_UNION + "text")]
+    | Annotated[ImagePart, Tag(_UNION + "image_url")]
+    | Annotated[InputAudioPart, Tag(_UNION + "input_audio")]
+    | Annotated[AudioPart, Tag(_UNION + "audio_url")]
+    | Annotated[VideoPart, Tag(_UNION + "video_url")],
+    Discriminator(
+        _part_tag,
+        custom_error_type="part_type",
+        custom_error_message=f"a part is a string or an object whose type is one of {', '.join(PART_TYPES)}",
+    ),
+]
+
+
+def _content_tag(content: Any) -> str | None:
+    return _UNION + type(content).__name__ if isinstance(content, str | list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag(_UNION + "str")] | Annotated[list[ContentPart], Tag(_UNION + "list")],
+    Discriminator(
+        _content_tag,
+        custom_error_type="content_type",
+        custom_error_message="content is a string or a list of parts",
+    ),
+]
+
+
+class Message(_Wire):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _assistant_may_be_silent(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "assistant" and data.get("content") is None:
+            return {**data, "content": ""}
+        return data
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _later_features(cls, content: Any) -> Any:
+        for index, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, dict):
+                _refuse_unserved(part, index)
+        return content
+
+
+def _refuse_unserved(part: dict[str, Any], index: int) -> None:
+    """Parts that other servers take and that would otherwise be misread as a typing error."""
+    embeds = next((key for key in _EMBEDS if part.get("type") == key or key in part), None)
+    if embeds:
+        raise _Unserved(f"{embeds} parts are not served here: send the media itself", index)
+    if part.get("uuid") is not None:
+        raise _Unserved("uuid is not supported here: send the media itself, without uuid", index)
+
+
+class _Unserved(ValueError):
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message, index)
+        self.message, self.index = message, index
+
+
+class StreamOptions(_Wire):
+    include_usage: bool = False
+
+
+# Fields of the OpenAI API that would change the answer and are not offered: only these values are taken.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+class ChatRequest(_Wire):
+    messages: list[Message] = Field(min_length=1)
+    model: str | None = None  # absent: the served model
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)  # the newer name; the smaller one holds
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOPS)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stream: bool = False
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    user: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_offered(cls, data: Any) -> Any:
+        for field, values in _ONLY.items() if isinstance(data, dict) else ():
+            value = data.get(field)
+            if value is not None and not any(value == v and type(value) is type(v) for v in values):
+                raise _NotOffered(f"{field} is not supported here other than as {values[0]!r}", field)
+        return data
+
+    def token_limit(self) -> int | None:
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
+
+
+class _NotOffered(ValueError):
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message, field)
+        self.message, self.field = message, field
+
+
+def parse_chat_request(document: Any) -> ChatRequest:
+    """Raises InvalidRequest naming the first wrong field: `messages[0].content[2].image_url.url`."""
+    try:
+        return ChatRequest.model_validate(document)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def _first_error(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = param_path(first["loc"])
+    match first.get("ctx", {}).get("error"):
+        case _Unserved() as unserved:
+            return InvalidRequest(unserved.message, f"{param}[{unserved.index}]")
+        case _NotOffered() as not_offered:
+            return InvalidRequest(not_offered.message, not_offered.field)
+    if not param:
+        return InvalidRequest("The body must be a JSON object.")
+    return InvalidRequest(f"{param}: {first['msg']}", param)
+
+
+def param_path(location: tuple[str | int, ...]) -> str:
+    """("messages", 0, "content", "union:list", 1) → "messages[0].content[1]"."""
+    steps = [step for step in location if not (isinstance(step, str) and step.startswith(_UNION))]
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return path.removeprefix(".")
+
+
+def error_envelope(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,151 @@
+"""Fan-out: order, failure, cancellation. Calls go to real deployments in Serve's local mode."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from ray import serve
+from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from app.calls import Deadline, InputLost, ReplicaDied, Timing, _mapped, gather_all, once_more, stream
+from deployments.errors import InvalidMedia, Overloaded, ServingError, StageTimeout
+
+
+async def test_results_keep_the_order_of_the_arguments() -> None:
+    gates = [asyncio.Event() for _ in range(4)]
+
+    async def item(i: int) -> int:
+        await gates[i].wait()
+        if i:
+            gates[i - 1].set()  # the last finishes first
+        return i
+
+    gates[3].set()
+    assert await gather_all(item(i) for i in range(4)) == [0, 1, 2, 3]
+
+
+async def test_a_failure_cancels_the_siblings_and_waits_for_them() -> None:
+    log, started = [], asyncio.Event()
+
+    async def slow() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # settling takes a moment, and is waited for
+            log.append("settled")
+
+    async def fails() -> None:
+        await started.wait()
+        raise InvalidMedia("broken")
+
+    with pytest.raises(InvalidMedia, match="broken"):
+        await gather_all([slow(), fails()])
+    assert log == ["settled"]
+
+
+async def test_the_earliest_failure_by_input_order_is_raised() -> None:
+    second_failed = asyncio.Event()
+
+    async def first() -> None:
+        try:
+            await second_failed.wait()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise InvalidMedia("first") from None  # a failure that only shows when it is settled
+
+    async def second() -> None:
+        second_failed.set()
+        raise InvalidMedia("second")
+
+    with pytest.raises(InvalidMedia, match="first"):
+        await gather_all([first(), second()])
+
+
+async def test_cancelling_the_fan_out_cancels_all_and_stays_a_cancellation() -> None:
+    cancelled, started = [], asyncio.Barrier(4)
+
+    async def item(i: int) -> None:
+        try:
+            await started.wait()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(i)
+            raise
+
+    task = asyncio.create_task(gather_all(item(i) for i in range(3)))  # type: ignore[arg-type]
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(cancelled) == [0, 1, 2]
+
+
+async def test_one_retry_and_no_more() -> None:
+    attempts = []
+
+    async def dies() -> None:
+        attempts.append(1)
+        raise ReplicaDied("gone")
+
+    with pytest.raises(ReplicaDied):
+        await once_more(dies, on=ReplicaDied)
+    assert len(attempts) == 2
+
+
+async def test_other_errors_are_not_retried() -> None:
+    attempts = []
+
+    async def fails() -> None:
+        attempts.append(1)
+        raise InvalidMedia("broken")
+
+    with pytest.raises(InvalidMedia):
+        await once_more(fails, on=ReplicaDied)
+    assert len(attempts) == 1
+
+
+def wrapped(cause: Exception) -> RayTaskError:
+    return RayTaskError("load", "Traceback of the worker", cause).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (wrapped(InvalidMedia("not an image")), InvalidMedia, "not an image"),
+        (wrapped(OwnerDiedError("00" * 28, None, "")), InputLost, "lost an input"),
+        (ActorDiedError(), ReplicaDied, "A replica of MediaLoader ended"),
+        (BackPressureError(5, 5), Overloaded, "waiting for MediaLoader"),
+        (wrapped(KeyError("secret")), ServingError, "MediaLoader failed on this request"),
+    ],
+)
+def test_foreign_errors_become_our_own(error: Exception, expected: type[Exception], words: str) -> None:
+    mapped = _mapped(error, "MediaLoader")
+    assert type(mapped) is expected
+    assert words in str(mapped)
+
+
+def test_times_of_a_call_add_up() -> None:
+    assert Timing.of(10.0, 4.0) == Timing(queue=6.0, service=4.0)
+    assert Timing.of(3.9999, 4.0).queue == 0.0
+
+
+class Stage:
+    async def count(self, n: int) -> AsyncIterator[int]:
+        for i in range(n):
+            yield i
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def stage() -> object:
+    deployment = serve.deployment(Stage)
+    return serve.run(deployment.bind(), _local_testing_mode=True)
+
+
+async def test_a_stream_past_its_deadline_says_which_stage_it_was_in(stage) -> None:  # type: ignore[no-untyped-def]
+    counts = stream(stage.options(stream=True).count, 2, stage="Model", deadline=Deadline(0.2))
+    assert [await anext(counts), await anext(counts)] == [0, 1]
+    with pytest.raises(StageTimeout, match=r"still in Model when its 0\.2 s were over"):
+        await anext(counts)

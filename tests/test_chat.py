@@ -1,0 +1,108 @@
+import pytest
+
+from app.chat import Item, Usage, parse_chat, sampling_params
+from app.intake import LongString
+from app.protocol import parse_chat_request
+from deployments.errors import InvalidRequest
+from deployments.types import Modality
+
+
+def parsed(*messages: object, strings: dict[str, LongString] | None = None):
+    documents = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in messages]
+    return parse_chat(parse_chat_request({"messages": documents}), strings or {})
+
+
+def image(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_items_are_one_flat_list_in_the_order_of_the_user() -> None:
+    result = parsed(
+        ["a", image("https://h/1"), {"video_url": "https://h/2"}],
+        {"role": "assistant", "content": "ok"},
+        [{"audio_url": "https://h/3"}, "b", image("https://h/4")],
+    )
+    assert [(item.param, item.modality, item.url) for item in result.items] == [
+        ("messages[0].content[1]", Modality.IMAGE, "https://h/1"),
+        ("messages[0].content[2]", Modality.VIDEO, "https://h/2"),
+        ("messages[2].content[0]", Modality.AUDIO, "https://h/3"),
+        ("messages[2].content[2]", Modality.IMAGE, "https://h/4"),
+    ]
+    assert [message["content"] for message in result.chat.messages] == [
+        [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "video"}],
+        "ok",
+        [{"type": "audio"}, {"type": "text", "text": "b"}, {"type": "image"}],
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["data:", "DATA:", "Data:"])
+def test_a_data_uri_is_cut_at_its_comma_and_not_decoded(scheme: str) -> None:
+    (item,) = parsed([image(f"{scheme}image/png;base64,QUJD")]).items
+    assert item == Item(
+        "messages[0].content[0]", Modality.IMAGE, "data", header="image/png;base64", data=b"QUJD"
+    )
+
+
+def test_a_long_data_uri_stays_out_of_line() -> None:
+    moved = LongString((b"data:image/png;base64,QU", b"JDREVG"))
+    (item,) = parsed([image("token")], strings={"token": moved}).items
+    assert isinstance(item.data, LongString)
+    assert (item.header, item.data.join(), item.num_bytes) == ("image/png;base64", b"QUJDREVG", 8)
+
+
+def test_input_audio_carries_its_format() -> None:
+    (item,) = parsed([{"input_audio": {"data": "QUJD", "format": "mp3"}}]).items
+    assert (item.modality, item.header, item.data) == (Modality.AUDIO, "audio/mp3;base64", b"QUJD")
+
+
+def test_long_texts_become_text_again() -> None:
+    result = parsed(["token"], "token", strings={"token": LongString(("é".encode(), b"!"))})
+    assert [m["content"] for m in result.chat.messages] == [[{"type": "text", "text": "é!"}], "é!"]
+
+
+@pytest.mark.parametrize(
+    "url", ["", "/etc/passwd", "C:\\x.png", "ftp://h/x", "/9j/4AAQSkZJRg==", "iVBORw0KGgo=", "h" * 20000]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"image_url\.url must be an http\(s\) URL or a data: URI"
+    ) as caught:
+        parsed(["a", image(url)])
+    assert caught.value.param == "messages[0].content[1]"
+
+
+def test_a_data_uri_without_comma_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no comma"):
+        parsed([image("data:image/png;base64")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (100, 0.7, 0.9, None)),
+        ({"max_tokens": 5, "temperature": 0, "top_p": 0.5, "seed": 3}, (5, 0, 0.5, 3)),
+        ({"max_tokens": 10**9}, (100, 0.7, 0.9, None)),
+    ],
+)
+def test_sampling_is_the_requests_then_the_checkpoints(
+    fields: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
+    sampling = sampling_params(request, 100, {"temperature": 0.7, "top_p": 0.9})
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == expected
+
+
+def test_usage_tells_media_tokens_apart() -> None:
+    usage = Usage(30, {Modality.IMAGE: 9, Modality.AUDIO: 10}, completion_tokens=5)
+    assert usage.to_json() == {
+        "prompt_tokens": 30,
+        "completion_tokens": 5,
+        "total_tokens": 35,
+        "prompt_tokens_details": {
+            "text_tokens": 11,
+            "image_tokens": 9,
+            "audio_tokens": 10,
+            "video_tokens": 0,
+            "cached_tokens": 0,
+        },
+    }

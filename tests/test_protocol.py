@@ -1,0 +1,126 @@
+import pytest
+
+from app.protocol import AudioPart, ImagePart, InputAudioPart, TextPart, VideoPart, parse_chat_request
+from deployments.errors import InvalidRequest
+
+
+def chat(content: object, **fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def refusal(document: object) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat_request(document)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "text", "text": "hi"}, TextPart(text="hi")),
+        ("hi", TextPart(text="hi")),
+        ({"text": "hi"}, TextPart(text="hi")),
+        ({"type": "image_url", "image_url": {"url": "u"}}, ImagePart.model_validate({"image_url": "u"})),
+        ({"image_url": "u"}, ImagePart.model_validate({"image_url": {"url": "u"}})),
+        ({"type": "audio_url", "audio_url": "u"}, AudioPart.model_validate({"audio_url": "u"})),
+        ({"type": "video_url", "video_url": {"url": "u"}}, VideoPart.model_validate({"video_url": "u"})),
+        (
+            {"type": "input_audio", "input_audio": {"data": "QQ==", "format": "mp3"}},
+            InputAudioPart.model_validate({"input_audio": {"data": "QQ==", "format": "mp3"}}),
+        ),
+    ],
+)
+def test_every_spelling_of_a_part(part: object, expected: object) -> None:
+    assert parse_chat_request(chat([part])).messages[0].content == [expected]
+
+
+@pytest.mark.parametrize("detail", [None, "low", "auto", "ultra", 7])
+def test_detail_and_unknown_keys_are_ignored(detail: object) -> None:
+    part = {"type": "image_url", "image_url": {"url": "u", "detail": detail, "x": 1}, "y": {}}
+    assert parse_chat_request(chat([part])) == parse_chat_request(chat([{"image_url": "u"}]))
+
+
+def test_null_is_absent_at_the_top() -> None:
+    fields = (
+        "model max_tokens max_completion_tokens temperature top_p stop seed n stream stream_options user"
+        " tools logprobs response_format metadata store parallel_tool_calls"
+    )
+    nulls = {field: None for field in fields.split()}
+    assert parse_chat_request(chat("hi", **nulls)) == parse_chat_request(chat("hi"))
+
+
+@pytest.mark.parametrize(
+    ("document", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "banana", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        (chat(None), "messages[0].content"),
+        (chat(7), "messages[0].content"),
+        (chat(["a", 7]), "messages[0].content[1]"),
+        (chat(["a", {"type": "banana"}]), "messages[0].content[1]"),
+        (chat([{"type": "image_url"}]), "messages[0].content[0].image_url"),
+        (chat([{"type": "image_url", "image_url": None}]), "messages[0].content[0].image_url"),
+        (chat([{"type": "image_url", "image_url": {"url": 7}}]), "messages[0].content[0].image_url.url"),
+        (chat([{"input_audio": {"format": "wav"}}]), "messages[0].content[0].input_audio.data"),
+        (chat([{"type": "text", "text": 7}]), "messages[0].content[0].text"),
+        (chat("hi", temperature="0.5"), "temperature"),
+        (chat("hi", temperature=2.5), "temperature"),
+        (chat("hi", top_p=0), "top_p"),
+        (chat("hi", max_tokens=0), "max_tokens"),
+        (chat("hi", max_tokens=-1), "max_tokens"),
+        (chat("hi", max_tokens=True), "max_tokens"),
+        (chat("hi", max_completion_tokens=1.5), "max_completion_tokens"),
+        (chat("hi", stop=["a"] * 5), "stop"),
+        (chat("hi", stop=[""]), "stop[0]"),
+        (chat("hi", stop=7), "stop"),
+        (chat("hi", seed="1"), "seed"),
+        (chat("hi", stream="true"), "stream"),
+        (chat("hi", stream_options={"include_usage": 1}), "stream_options.include_usage"),
+        (chat("hi", user=7), "user"),
+        (chat("hi", model=7), "model"),
+        (chat("hi", n=2), "n"),
+        (chat("hi", n=True), "n"),
+        (chat("hi", logprobs=True), "logprobs"),
+        (chat("hi", tools=[{"type": "function"}]), "tools"),
+        (chat("hi", response_format={"type": "json_object"}), "response_format"),
+        (chat([{"type": "image_embeds", "image_embeds": "QQ=="}]), "messages[0].content[0]"),
+        (chat(["a", {"type": "image_url", "image_url": None, "uuid": "x"}]), "messages[0].content[1]"),
+    ],
+)
+def test_a_wrong_field_is_named(document: object, param: str) -> None:
+    error = refusal(document)
+    assert error.param == param
+    assert error.status == 400
+    assert len(error.message) > 10
+
+
+@pytest.mark.parametrize("document", [[], "hi", 7, None])
+def test_a_body_that_is_no_object(document: object) -> None:
+    assert refusal(document).message == "The body must be a JSON object."
+
+
+def test_an_unserved_part_says_so() -> None:
+    assert "image_embeds parts are not served" in refusal(chat([{"image_embeds": "QQ=="}])).message
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_an_assistant_may_be_silent(content: object) -> None:
+    document = {"messages": [{"role": "assistant", "content": content}, {"role": "user", "content": "hi"}]}
+    assert parse_chat_request(document).messages[0].content in ("", [])
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_tokens": 9, "max_completion_tokens": 5}, 5),
+    ],
+)
+def test_the_smaller_token_limit_holds(limits: dict[str, int], expected: int | None) -> None:
+    assert parse_chat_request(chat("hi", **limits)).token_limit() == expected
