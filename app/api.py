@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -156,7 +156,7 @@ class Answer:
                 finish = reason or finish
         return self._writer.completion("".join(text), finish, self._usage)
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
         """Chunks in OpenAI's order: the role, the text, the finish reason, the usage if asked for."""
         writer, role = self._writer, {"role": "assistant", "content": ""}
         async with aclosing(self._pieces()) as pieces:
@@ -171,7 +171,7 @@ class Answer:
         if self._request.stream_options.include_usage:
             yield writer.usage_chunk(self._usage)
 
-    async def _pieces(self) -> AsyncIterator[tuple[str, str | None]]:
+    async def _pieces(self) -> AsyncGenerator[tuple[str, str | None]]:
         """Text as it becomes certain; the last piece has the finish reason."""
         room = self._pipeline.limits.max_model_len - len(self._prepared.token_ids)
         sampling = sampling_params(self._request, room, self._pipeline.limits.default_sampling)
@@ -236,8 +236,8 @@ async def _body(http: Request, settings: ApiSettings) -> Body:
     return await read_body(http.stream(), max_bytes=settings.max_body_bytes, timeout_s=settings.timeout_s)
 
 
-async def _sse(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    async with aclosing(rest):  # type: ignore[type-var]
+async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
+    async with aclosing(rest):
         yield _event(first)
         try:
             async for chunk in rest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,7 +73,7 @@ async def call(method: Any, *args: Any, stage: str, deadline: Deadline) -> tuple
     return record, Timing.of((time.perf_counter() - start) * 1000, record.service_ms)
 
 
-async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncIterator[Any]:
+async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncGenerator[Any]:
     """The stage's stream; leaving it early, for whatever reason, ends it there too."""
     responses = method.remote(*args)
     with _translated(responses, stage, deadline):

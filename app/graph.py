@@ -1,17 +1,16 @@
 """The whole graph: six deployments, each in processes of its own, bound in one place."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: Serve reads the class that `args` must validate against.
 from typing import Any
 
-from deployments.embeddings import EmbeddingLoader
 from deployments.media import MediaLoader
-from deployments.model import Model
 from ray import serve
 from ray.serve import Application
 
 from app.config import AppConfig
 from app.ingress import Ingress
+from deployments.embeddings import EmbeddingLoader
+from deployments.model import Model
 from deployments.preprocess import MMPreprocessor
 from deployments.tokenizer import Tokenizer
 

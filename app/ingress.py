@@ -19,7 +19,7 @@ from app.readiness import Readiness
 class Ingress:
     """Not ready before every stage has answered, and so never ready where one fails to start."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         settings: ApiSettings,
         tokenizer: Any,
@@ -36,6 +36,8 @@ class Ingress:
             embeddings.ready.remote(),
         )
         self._settings = settings
+        # Token ids hold no reference to the object store, so they may take the quicker way: gRPC.
+        tokenizer = tokenizer.options(_by_reference=False)
         self._pipeline = Pipeline(Stages(tokenizer, media, preprocessor, model, inputs, limits))
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)

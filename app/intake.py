@@ -19,12 +19,12 @@ from bisect import bisect_right
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import orjson
 
-from deployments.errors import InvalidRequest, RequestTooLarge, ServingError
+from deployments.errors import InvalidRequest, RequestTimeout, RequestTooLarge
 
 LONG_STRING_BYTES = 64 * 1024
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024  # what is left without the long strings
@@ -57,11 +57,6 @@ _LONGEST_ESCAPE = 12  # bytes of a surrogate pair
 _NESTING = np.zeros(256, np.int8)
 _NESTING[list(b"[{")] = 1
 _NESTING[list(b"]}")] = -1
-
-
-class RequestTimeout(ServingError):
-    status: ClassVar[int] = 408
-    code: ClassVar[str] = "request_timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,16 +273,16 @@ class Scanner:
 
     def _content(self, stop: int) -> bytes:
         """The next bytes of a long string, validated and without escapes."""
-        data, pos = self._data, self._pos
-        piece = data if pos == 0 and stop == len(data) else data[pos:stop]
-        values = np.frombuffer(piece, np.uint8)
-        if values.min() >= 0x20 and values.max() < 0x80 and b"\\" not in piece:
-            return piece
+        view = memoryview(self._data)[self._pos : stop]
+        values = np.frombuffer(view, np.uint8)
+        if values.min() >= 0x20 and values.max() < 0x80 and self._data.find(b"\\", self._pos, stop) < 0:
+            return self._data[self._pos : stop]  # no copy if it is all of the data
+        quoted = b"".join((b'"', view, b'"'))
         try:
-            content: str = orjson.loads(b'"%b"' % piece)
+            content: str = orjson.loads(quoted)
         except orjson.JSONDecodeError as error:
-            reason, where = _located(b'"%b"' % piece, error)
-            raise self._error(reason, self._base + pos + where - 1) from None
+            reason, where = _located(quoted, error)
+            raise self._error(reason, self._base + self._pos + where - 1) from None
         return content.encode()
 
     def _check_bounds(self, structure: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,11 @@ class Pipeline:
 
     def generate(
         self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta]:
         """Closing the iterator ends the generation in the model's stage."""
-        generate = self._stages.model.options(stream=True).generate
+        # gRPC is quicker, but references to the object store must not travel in its messages.
+        by_reference = any(features.payload.ref is not None for features in prepared.features)
+        generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate
         return stream(
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )

@@ -177,6 +177,7 @@ class ChatRequest(_Wire):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOPS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    ignore_eos: bool = False  # as vLLM: go on to the token limit
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None

@@ -4,6 +4,7 @@
     ├── InvalidRequest               400  the request's JSON says something we cannot do
     │   └── PromptTooLong            400  more tokens than the model's context
     ├── ModelNotFound                404  unknown model name
+    ├── RequestTimeout               408  the body did not arrive in time
     ├── RequestTooLarge              413  the body is over the limit
     ├── InvalidMedia                 422  the item's bytes are not what they should be
     │   ├── MediaTooLarge            413  the item is over a declared limit (bytes, pixels, seconds, frames)
@@ -50,6 +51,11 @@ class PromptTooLong(InvalidRequest):
 class ModelNotFound(ServingError):
     status = 404
     code = "model_not_found"
+
+
+class RequestTimeout(ServingError):
+    status = 408
+    code = "request_timeout"
 
 
 class RequestTooLarge(ServingError):

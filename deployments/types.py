@@ -70,21 +70,52 @@ class Media:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingSource:
+    """One item's embedding as the client sent it."""
+
+    modality: Modality | None  # None: prompt embeddings
+    payload: Payload  # {"data": uint8[n]}: base64 of a torch.save, safetensors or npy file
+    hidden_size: int | None = None  # what the model needs; None where it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One verified embedding.
+
+    Array of the payload: {"embeds": [num_tokens, hidden_size]} of `dtype`, bfloat16 as its bits in uint16.
+    """
+
+    modality: Modality | None
+    digest: str  # hex blake3 over dtype, shape and values
+    num_tokens: int
+    hidden_size: int
+    dtype: str  # "float16", "bfloat16" or "float32"
+    payload: Payload
+    num_bytes: int  # size as sent, in base64
+    service_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class MMFeatures:
     """One item as the model takes it.
 
     Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
-    `image_grid_thw`, ...), and `input_ids`: int64[n], the token ids that replace the item's placeholder.
+    `image_grid_thw`, ...), but for the token ids, which are in `replacement`.
     """
 
     modality: Modality
     digest: str
     num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
-    length: int  # token ids that replace the placeholder (num_tokens and what the family wraps around it)
+    replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
     payload: Payload
     shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name)
     service_ms: float = 0.0
     cached: bool = False
+
+    @property
+    def length(self) -> int:
+        """Token ids that replace the placeholder: `num_tokens` and what the family wraps around them."""
+        return sum(count for _, count in self.replacement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +128,10 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of a rendered chat, with one placeholder token per item, in item order."""
+    """Token ids of a rendered chat, with one placeholder token per item."""
 
     token_ids: list[int]
-    placeholders: list[tuple[Modality, int]]  # per item: modality and its index in token_ids, ascending
+    placeholders: list[tuple[Modality, int]]  # in item order: the item's modality and its index in token_ids
     service_ms: float = 0.0
 
 
@@ -110,11 +141,16 @@ class SamplingParams:
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
     seed: int | None = None
+    ignore_eos: bool = False  # go on to max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What the model produced since the last one; the last has a `finish_reason`."""
+    """What the model produced since the last one; the last has a `finish_reason`.
+
+    The token that ends an answer is not in `token_ids`, so the tokens of all deltas are the completion, and
+    their number is what usage counts.
+    """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"] | None = None

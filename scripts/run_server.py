@@ -1,56 +1,88 @@
-"""Starts `serve run` with checks before, a word when it is ready, and a clean end. For scripts/serve."""
+"""Starts `serve run` with checks before, a word when it is ready, and a clean end. For scripts/serve.
+
+    scripts/serve [config.yaml] [--verbose]
+
+Prints what a person wants to know; `--verbose` shows every log line of every stage. The logs are in Ray's
+session folder either way.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 HAPROXY_PORTS = {"stats": 8404, "metrics": 9101}
+LOGS = "/tmp/ray/session_latest/logs/serve"
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_WORTH_SHOWING = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback|Error:")
+_DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to (start|update) .*replica|DEPLOY_FAILED")
 
 
 def main() -> int:
-    config = Path(sys.argv[1] if len(sys.argv) > 1 else "serve_config.yaml")
-    http = yaml.safe_load(config.read_text()).get("http_options", {})
-    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
-    if problem := busy_port(host, port):
-        print(problem, file=sys.stderr)
+    parser = argparse.ArgumentParser(prog="scripts/serve", description="Starts Headrace.")
+    parser.add_argument("config", nargs="?", type=Path, default=Path("serve_config.yaml"))
+    parser.add_argument("--verbose", action="store_true", help="show every log line of every stage")
+    args = parser.parse_args()
+    config = yaml.safe_load(args.config.read_text())
+    http = {"host": "127.0.0.1", "port": 8000} | config.get("http_options", {})
+    if problem := busy_port(http["host"], http["port"], haproxy_ports(config)) or wrong_settings(config):
+        print(f"Headrace cannot start: {problem}", file=sys.stderr)
         return 1
-    print(f"Starting Headrace from {config} ...", flush=True)
+    url = f"http://{http['host']}:{http['port']}"
+    print(f"Starting Headrace from {args.config}; its logs go to {LOGS}", flush=True)
     server = subprocess.Popen(
-        [sys.executable, "-m", "ray.serve.scripts", "run", str(config)],
-        env=environment(),
-        start_new_session=False,
+        [sys.executable, "-m", "ray.serve.scripts", "run", str(args.config)],
+        env={
+            # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
+            "RAY_worker_niceness": "0",
+            **os.environ,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,  # a terminal's Ctrl-C comes to us alone, and to `serve run` once, through `stop`
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop(server))
-    threading.Thread(target=announce, args=(server, f"http://{host}:{port}"), daemon=True).start()
+    threading.Thread(target=announce, args=(server, url), daemon=True).start()
+    assert server.stdout is not None
+    relay(server.stdout, args.verbose, lambda: stop(server))
     return server.wait()
 
 
-def environment() -> dict[str, str]:
-    # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
-    return {"RAY_worker_niceness": "0", **os.environ}
+def haproxy_ports(config: dict[str, Any]) -> dict[str, int]:
+    env = config.get("controller_options", {}).get("runtime_env", {}).get("env_vars", {})
+    return {
+        name: int(env.get(f"RAY_SERVE_HAPROXY_{name.upper()}_PORT", port))
+        for name, port in HAPROXY_PORTS.items()
+    }
 
 
-def busy_port(host: str, port: int) -> str | None:
+def busy_port(host: str, port: int, haproxy: dict[str, int]) -> str | None:
     """One line that says what is in the way."""
     if not bindable(host, port):
-        return f"Port {port} is taken. Is Headrace running already? Stop it, or change http_options.port."
-    for name, number in HAPROXY_PORTS.items():
+        return f"port {port} is taken. Is it running already? Stop it, or change http_options.port."
+    for name, number in haproxy.items():
         if not bindable("0.0.0.0", number):
             return (
-                f"HAProxy's {name} port {number} is taken, likely by an HAProxy that a killed server left behind:"
-                f" end it (`pgrep -a haproxy`), or set RAY_SERVE_HAPROXY_{name.upper()}_PORT in env_vars."
+                f"HAProxy's {name} port {number} is taken, likely by an HAProxy that a killed server left"
+                f" behind. End that (`pgrep -a haproxy`), or set RAY_SERVE_HAPROXY_{name.upper()}_PORT in"
+                " the config's env_vars."
             )
     return None
 
@@ -65,23 +97,49 @@ def bindable(host: str, port: int) -> bool:
     return True
 
 
-def announce(server: subprocess.Popen[bytes], url: str) -> None:
+def wrong_settings(config: dict[str, Any]) -> str | None:
+    """The first setting that the application would refuse, told before anything is started."""
+    from app.config import AppConfig
+
+    try:
+        AppConfig.model_validate(config["applications"][0].get("args", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"args.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return None
+
+
+def announce(server: subprocess.Popen[str], url: str) -> None:
     start = time.monotonic()
     while server.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
-                print(
-                    f"Headrace is ready at {url} after {time.monotonic() - start:.0f} s. Ctrl-C stops it.",
-                    flush=True,
-                )
+                seconds = time.monotonic() - start
+                print(f"Headrace is ready at {url} after {seconds:.0f} s. Ctrl-C stops it.", flush=True)
                 return
         except OSError:
             time.sleep(0.2)
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
+def relay(lines: Iterable[str], verbose: bool, give_up: Any) -> None:
+    """Passes on what a person should see, until the server ends."""
+    showing = False
+    for line in lines:
+        plain = _COLOUR.sub("", line)
+        # A log line decides for the lines that follow it, such as those of a traceback.
+        if re.search(r" (DEBUG|INFO|WARNING|ERROR|CRITICAL) ", plain):
+            showing = bool(_WORTH_SHOWING.search(plain))
+        if verbose or showing or _WORTH_SHOWING.search(plain):
+            print(line, end="", flush=True)
+        if _DEPLOY_FAILED.search(plain):
+            print("Headrace cannot start: see above for the reason.", file=sys.stderr, flush=True)
+            give_up()
+
+
+def stop(server: subprocess.Popen[str]) -> None:
     """`serve run` shuts down cleanly, HAProxy included, on SIGINT alone."""
     if server.poll() is None:
+        print("Stopping Headrace ...", flush=True)
         server.send_signal(signal.SIGINT)
 
 

@@ -1,0 +1,92 @@
+"""The model stage: prompt and features in, tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deployments.checkpoint import DTypeName, load_model
+from deployments.engine.base import Engine, EngineItem
+from deployments.errors import PromptTooLong, ServingError
+from deployments.payload import unpack
+from deployments.types import Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
+
+logger = logging.getLogger("ray.serve")
+
+
+class ModelConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
+    dtype: DTypeName = "auto"  # auto: the checkpoint's own on a GPU, float32 on a CPU
+    max_model_len: int | None = Field(default=None, ge=2)  # tokens; the model's context where not set
+    torch_threads: int = Field(default=1, ge=1)
+
+
+class Model:
+    """Owns the engine, which owns the device."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._engine = _load_engine(config)
+
+    async def generate(
+        self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of the answer; closing the generator ends it.
+
+        Raises PromptTooLong, ServingError where the model fails, RayError where features are lost.
+        """
+        start = time.perf_counter()
+        length = self._check_length(prompt, features)
+        arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
+        items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
+        logger.info("generating from %d tokens", length)
+        num_tokens, outcome = 0, "cancelled"
+        async with aclosing(self._engine.submit(prompt, items, sampling)) as deltas:
+            try:
+                async for delta in deltas:
+                    num_tokens += len(delta.token_ids)
+                    outcome = delta.finish_reason or outcome
+                    yield delta
+            except ServingError:
+                outcome = "failed"
+                raise
+            finally:
+                ms = (time.perf_counter() - start) * 1000
+                logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, outcome)
+
+    async def describe(self) -> ModelSpec:
+        return self._engine.spec
+
+    def check_health(self) -> None:
+        """Called by Serve, which replaces a replica that raises here."""
+        self._engine.check_health()
+
+    def _check_length(self, prompt: Prompt, features: list[MMFeatures]) -> int:
+        length = len(prompt.token_ids) + sum(item.length - 1 for item in features)
+        limit = self._engine.spec.max_model_len
+        if length >= limit:
+            raise PromptTooLong(
+                f"The prompt has {length} tokens; the model's context of {limit} leaves no room to answer."
+            )
+        return length
+
+
+def _load_engine(config: ModelConfig) -> Engine:
+    # Imported here, so that whoever only wants the config does not import torch.
+    import torch
+
+    from deployments.engine.transformers_engine import TransformersEngine
+
+    torch.set_num_threads(config.torch_threads)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TransformersEngine(load_model(config.model, device, config.dtype), config.max_model_len)

@@ -1,0 +1,189 @@
+"""The tokenizer stage: a conversation becomes token ids with one placeholder for each media item."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from queue import SimpleQueue
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deployments.checkpoint import Prompting, load_prompting
+from deployments.errors import InvalidRequest
+from deployments.pool import WorkPool
+from deployments.types import Chat, Modality, Prompt, TokenizerSpec
+
+
+class TokenizerConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
+    threads: int = Field(default=1, ge=1)
+    niceness: int = Field(default=0, ge=0, le=19)  # text is the fast lane: it does not step back
+
+
+class Tokenizer:
+    """Renders the checkpoint's chat template and encodes it."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        self._pool = WorkPool(config.threads, config.niceness)
+        # Fast tokenizers must not be used from several threads at once: each call borrows one.
+        self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()
+        for _ in range(config.threads):
+            encoder = ChatEncoder(load_prompting(config.model))
+            self._idle.put(encoder)
+        self._spec = encoder.spec
+
+    async def encode(self, chat: Chat) -> Prompt:
+        """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
+
+        Raises InvalidRequest where the template refuses the conversation, with the template's words.
+        """
+        prompt, ms = await self._pool.run(self._encode, chat)
+        return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
+
+    async def describe(self) -> TokenizerSpec:
+        return self._spec
+
+    def _encode(self, chat: Chat) -> Prompt:
+        encoder = self._idle.get()
+        try:
+            return encoder.encode(chat)
+        finally:
+            self._idle.put(encoder)
+
+
+class ChatEncoder:
+    """One tokenizer with its template, for one thread at a time.
+
+    Control tokens that a user typed are text: they become neither control tokens nor placeholders.
+    """
+
+    def __init__(self, prompting: Prompting) -> None:
+        tokenizer = prompting.tokenizer
+        self.spec = TokenizerSpec(
+            tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+            special_token_ids=sorted(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
+        )
+        self._tokenizer = tokenizer
+        self._template = prompting.chat_template
+        self._modality_of = {
+            tokenizer.convert_tokens_to_ids(token): modality
+            for modality, token in prompting.placeholders.items()
+        }
+        self._control = _control_tokens(prompting)
+        self._wrap = _special_token_frame(tokenizer) if prompting.add_special_tokens else ([], [])
+
+    def encode(self, chat: Chat) -> Prompt:
+        token_ids = self._token_ids(chat)
+        return Prompt(token_ids, self._placeholders(chat, token_ids))
+
+    def _token_ids(self, chat: Chat) -> list[int]:
+        from transformers.utils.chat_template_utils import encode_marked_chat
+
+        text = self._render(chat)
+        token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
+        if self._tokenizer.bos_token and text.startswith(self._tokenizer.bos_token):
+            return token_ids
+        before, after = self._wrap
+        return before + token_ids + after
+
+    def _render(self, chat: Chat) -> str:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import mark_control_tokens, render_jinja_template
+
+        messages = mark_control_tokens(chat.messages, self._control)
+        for message in messages:
+            self._keep_apart(message.get("content") or "")
+        try:
+            texts, _ = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                add_generation_prompt=chat.add_generation_prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except TemplateError as error:
+            raise InvalidRequest(f"The model's chat template refuses this conversation: {error}") from error
+        except TypeError as error:
+            # What a template for strings alone does with a list of parts.
+            raise InvalidRequest("The model's chat template cannot render this conversation.") from error
+        return str(texts[0])
+
+    def _keep_apart(self, content: str | list[dict[str, Any]]) -> None:
+        """A control token may not be put together from neighbouring texts, such as `<|im_` and `end|>`.
+
+        A marker that closes nothing only keeps the text on either side from growing together.
+        """
+        from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END
+
+        if isinstance(content, str):
+            return
+        texts = [part for part in content if part["type"] == "text"]
+        apart = sum(len(self._control.findall(part["text"])) for part in texts)
+        if len(self._control.findall("".join(part["text"] for part in texts))) > apart:
+            for part in texts:
+                part["text"] = _CONTROL_TOKEN_END + part["text"]
+
+    def _placeholders(self, chat: Chat, token_ids: list[int]) -> list[tuple[Modality, int]]:
+        """Each item's place in the prompt: the n-th image is the n-th image placeholder, and so on."""
+        items = [
+            Modality(part["type"])
+            for message in chat.messages
+            if isinstance(content := message.get("content"), list)
+            for part in content
+            if part["type"] != "text"
+        ]
+        places: dict[Modality, list[int]] = {modality: [] for modality in Modality}
+        for index, token_id in enumerate(token_ids):
+            if modality := self._modality_of.get(token_id):
+                places[modality].append(index)
+        for modality, count in Counter(items).items():
+            if len(places[modality]) != count:
+                raise InvalidRequest(
+                    f"The request has {count} {modality} item(s), but the model's chat template made"
+                    f" {len(places[modality])} place(s) for them."
+                )
+        if len(items) != sum(map(len, places.values())):
+            raise InvalidRequest("The model's chat template made places for media that were not sent.")
+        iterators = {modality: iter(indices) for modality, indices in places.items()}
+        return [(modality, next(iterators[modality])) for modality in items]
+
+
+def _control_tokens(prompting: Prompting) -> re.Pattern[str]:
+    """Matches what a user may only mean as text: special tokens, and added ones that the template writes.
+
+    The latter are made special here: HF can only encode special tokens as text.
+    """
+    from tokenizers import AddedToken
+
+    tokenizer = prompting.tokenizer
+    control = []
+    for token in tokenizer.added_tokens_decoder.values():
+        written = token.content in prompting.chat_template and not token.content.isspace()
+        if token.special or written or token.content in prompting.placeholders.values():
+            control.append(token)
+    promoted = [
+        AddedToken(
+            token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=True,
+        )
+        for token in control
+        if not token.special
+    ]
+    if promoted:
+        tokenizer.add_tokens(promoted, special_tokens=True)
+    longest_first = sorted((token.content for token in control), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _special_token_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer itself puts before and after a text."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    framed = tokenizer.encode("a", add_special_tokens=True)
+    start = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
+    return framed[:start], framed[start + len(plain) :]

@@ -1,0 +1,221 @@
+"""Starts the product as a user does, `serve run` on its own YAML, and looks inside from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import web
+
+ROOT = Path(__file__).parent.parent
+START_S = 120
+SETTLE_S = 10
+
+
+@dataclass
+class Server:
+    url: str
+    logs: Path
+    mark: str
+
+    @classmethod
+    @contextmanager
+    def start(cls, folder: Path) -> Iterator[Server]:
+        port, stats, metrics = free_ports(3)
+        config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        application = config["applications"][0]
+        config["http_options"]["port"] = port
+        for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
+            env["env_vars"] |= {
+                "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+                "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+            }
+        application["args"]["media"] = {"allowed_private_networks": ["127.0.0.0/8"]}
+        path = folder / "serve_config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
+        output = (folder / "output.txt").open("w+")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
+            cwd=ROOT,
+            env={**os.environ, "RAY_ADDRESS": "local", "RAY_worker_niceness": "0", **dict([mark.split("=")])},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: process.poll() is not None or healthy(url), START_S, lambda: tail(output))
+            assert process.poll() is None, tail(output)
+            yield cls(url, session_logs(mark), mark)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+    def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"} | (headers or {})
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return Answer(response.status, dict(response.headers), json.load(response))
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, dict(error.headers), json.load(error))
+
+    def render(self, *content: object) -> dict[str, Any]:
+        answer = self.post("/v1/chat/completions/render", chat(*content))
+        assert answer.status == 200, answer.body
+        return answer.body
+
+    def log_lines(self, stage: str, request_id: str) -> list[str]:
+        files = (self.logs / "serve").glob(f"replica_headrace_{stage}_*.log")
+        return [line for file in files for line in file.read_text().splitlines() if request_id in line]
+
+    def replicas(self, stage: str) -> list[int]:
+        """Process ids of the stage's replicas; of this server's alone."""
+        title = f"ServeReplica:headrace:{stage}"
+        return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+
+def chat(*content: object, **fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": list(content)}], **fields}
+
+
+def media(kind: str, url: str) -> dict[str, object]:
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = SETTLE_S, why: Callable[[], str] = str
+) -> None:
+    """Polls: what happens in another process can not be awaited."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s. {why()}"
+        time.sleep(0.05)
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def tail(file: Any) -> str:
+    file.flush()
+    return str(Path(file.name).read_text()[-4000:])
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def marked(mark: str) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and mark in read(f"{entry}/environ"):
+            yield int(entry.name)
+
+
+def session_logs(mark: str) -> Path:
+    """Ray's raylet names its session folder in its command line."""
+    for pid in marked(mark):
+        for word in read(f"/proc/{pid}/cmdline").split("\0"):
+            if word.startswith("--session-dir=") or word.startswith("--session_dir="):
+                return Path(word.partition("=")[2]) / "logs"
+    raise AssertionError("the server has no Ray session")
+
+
+class MediaServer:
+    """Serves bytes on loopback; a path can be held until all of a group have been asked for."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+        self.handlers: dict[str, Callable[[web.Request], Any]] = {}
+        self.asked: list[str] = []
+        self.left: list[str] = []  # paths whose client went before the answer
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        try:
+            if handler := self.handlers.get(request.path):
+                await handler(request)
+        except asyncio.CancelledError:
+            self.left.append(request.path)
+            raise
+        if request.path not in self.content:
+            raise web.HTTPNotFound
+        return web.Response(body=self.content[request.path])
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[MediaServer]:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self.handle)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+@contextmanager
+def media_server() -> Iterator[MediaServer]:
+    """The server on a loop of its own, for tests that block."""
+    server, ready, stop = MediaServer(), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with server.running():
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    ready.wait(10)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,59 @@
+"""The real stages in Serve's local mode, behind the real API, without a cluster or a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from ray import serve
+from tokenizers import Tokenizer as FastTokenizer
+
+from app.api import ApiSettings, create_app
+from app.config import AppConfig
+from app.pipeline import Pipeline, Stages
+from deployments.media import MediaLoader
+from deployments.model import Model
+from deployments.preprocess import MMPreprocessor
+from deployments.tokenizer import Tokenizer
+
+
+class LocalGraph:
+    def __init__(self, config: AppConfig) -> None:
+        self.settings: ApiSettings = config.api
+        self.tokenizer = _run(Tokenizer, config.tokenizer)
+        self.media = _run(MediaLoader, config.media)
+        self.preprocessor = _run(MMPreprocessor, config.preprocess)
+        self.model = _run(Model, config.engine)
+
+    async def pipeline(self, **replaced: Any) -> Pipeline:
+        """Stages by name, e.g. `media=`, may be replaced by others."""
+        inputs, limits = await asyncio.gather(
+            self.preprocessor.describe.remote(), self.model.describe.remote()
+        )
+        handles = {
+            "tokenizer": self.tokenizer,
+            "media": self.media,
+            "preprocessor": self.preprocessor,
+            "model": self.model,
+        }
+        return Pipeline(Stages(**(handles | replaced), inputs=inputs, limits=limits))
+
+    async def client(self, **replaced: Any) -> httpx.AsyncClient:
+        text = await self.tokenizer.describe.remote()
+        app = create_app(
+            await self.pipeline(**replaced),
+            FastTokenizer.from_str(text.tokenizer_json),
+            lambda: None,
+            self.settings,
+        )
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://headrace", timeout=30)
+
+
+def _run(cls: type, config: Any) -> Any:
+    return serve.run(serve.deployment(cls).bind(config), name=cls.__name__, _local_testing_mode=True)
+
+
+def chat(*content: object, **fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": list(content)}], **fields}

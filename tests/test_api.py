@@ -1,0 +1,234 @@
+"""The HTTP API over the real stages in local mode: answers, streams, errors."""
+
+import base64
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from local_graph import LocalGraph, chat
+
+from app import __version__
+from app.config import AppConfig
+
+COMPLETIONS = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def graph() -> LocalGraph:
+    return LocalGraph(AppConfig(max_body_bytes=1_000_000))
+
+
+@pytest.fixture
+async def api(graph: LocalGraph) -> AsyncIterator[httpx.AsyncClient]:
+    async with await graph.client() as client:
+        yield client
+
+
+def png(colour: tuple[int, int, int] = (255, 0, 0), size: tuple[int, int] = (48, 48)) -> dict[str, object]:
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "png")
+    return {"type": "image_url", "image_url": {"url": data_uri("image/png", buffer.getvalue())}}
+
+
+def data_uri(mime: str, data: bytes) -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def events(response: httpx.Response) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_completion(api: httpx.AsyncClient) -> None:
+    response = await api.post(COMPLETIONS, json=chat("hello"))
+    body = response.json()
+    assert response.status_code == 200
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny-omni"
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "stop"
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+async def test_a_stream_says_the_same_as_a_whole_answer(api: httpx.AsyncClient) -> None:
+    whole = (await api.post(COMPLETIONS, json=chat(png(), "what is this?"))).json()
+    request = chat(png(), "what is this?", stream=True, stream_options={"include_usage": True})
+    response = await api.post(COMPLETIONS, json=request)
+    *chunks, usage = events(response)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+
+
+async def test_usage_comes_only_when_asked_for(api: httpx.AsyncClient) -> None:
+    response = await api.post(COMPLETIONS, json=chat("hello", stream=True))
+    assert all("usage" not in chunk for chunk in events(response))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_max_tokens(api: httpx.AsyncClient, stream: bool) -> None:
+    response = await api.post(
+        COMPLETIONS, json=chat("hello", max_tokens=1, stream=stream, stream_options={"include_usage": True})
+    )
+    final = events(response) if stream else [response.json()]
+    assert final[-1]["usage"]["completion_tokens"] == 1
+    assert "length" in [c["finish_reason"] for chunk in final for c in chunk["choices"]]
+
+
+async def test_a_stop_string_ends_the_answer_and_is_left_out(api: httpx.AsyncClient) -> None:
+    whole = (await api.post(COMPLETIONS, json=chat("hello"))).json()["choices"][0]["message"]["content"]
+    stop = whole[4:7]
+    response = await api.post(COMPLETIONS, json=chat("hello", stop=stop))
+    (choice,) = response.json()["choices"]
+    assert choice["message"]["content"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_the_same_seed_gives_the_same_text(api: httpx.AsyncClient) -> None:
+    request = chat("hello", temperature=1.5, seed=7, max_tokens=20)
+    first, second = [(await api.post(COMPLETIONS, json=request)).json() for _ in range(2)]
+    assert first["choices"] == second["choices"]
+
+
+async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> None:
+    document = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": ["first", png((255, 0, 0)), "then"]},
+            {"role": "assistant", "content": "ok"},
+            {"role": "user", "content": [png((0, 0, 255), (96, 48)), png((0, 255, 0))]},
+        ]
+    }
+    response = await api.post(f"{COMPLETIONS}/render", json=document)
+    body = response.json()
+    assert response.status_code == 200, body
+    assert body["object"] == "chat.render"
+    assert body["num_prompt_tokens"] == len(body["prompt_token_ids"])
+    assert [(i["index"], i["param"], i["modality"]) for i in body["items"]] == [
+        (0, "messages[1].content[1]", "image"),
+        (1, "messages[3].content[0]", "image"),
+        (2, "messages[3].content[1]", "image"),
+    ]
+    assert [i["media"]["original_width"] for i in body["items"]] == [48, 96, 48]
+    ends = 0
+    for item in body["items"]:
+        span = item["placeholder"]
+        ids = body["prompt_token_ids"][span["offset"] : span["offset"] + span["length"]]
+        assert span["offset"] >= ends
+        assert len(set(ids)) == 1  # one id, repeated
+        assert item["num_tokens"] == span["length"] == len(ids)
+        ends = span["offset"] + span["length"]
+    first = body["items"][0]
+    assert first["source"]["kind"] == "data"
+    assert first["source"]["mime"] == "image/png"
+    assert set(first["timings_ms"]) == {"load", "preprocess"}
+    assert "pixel_values" in first["features"]
+    assert len({i["digest"] for i in body["items"]}) == 3
+
+
+async def test_usage_counts_the_tokens_of_media(api: httpx.AsyncClient) -> None:
+    document = chat(png(), "what is this?")
+    rendered = (await api.post(f"{COMPLETIONS}/render", json=document)).json()
+    usage = (await api.post(COMPLETIONS, json=document)).json()["usage"]
+    details = usage["prompt_tokens_details"]
+    assert usage["prompt_tokens"] == rendered["num_prompt_tokens"]
+    assert details["image_tokens"] == rendered["items"][0]["num_tokens"]
+    assert details["text_tokens"] + details["image_tokens"] == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b"{", "not valid JSON"),
+        (b"hello", "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"messages": [}', "not valid JSON"),
+        (b'\xff\xfe{"a": 1}', "not valid JSON"),
+        (b"{}", "messages"),
+        (b'{"messages": []}', "messages"),
+    ],
+)
+async def test_bodies_that_are_no_request(api: httpx.AsyncClient, body: bytes, words: str) -> None:
+    response = await api.post(COMPLETIONS, content=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_broken_item_is_named(api: httpx.AsyncClient, stream: bool) -> None:
+    broken = {"type": "image_url", "image_url": {"url": data_uri("image/png", b"not an image")}}
+    response = await api.post(COMPLETIONS, json=chat("see", png(), broken, stream=stream))
+    error = response.json()["error"]
+    assert response.status_code in (415, 422)
+    assert error["param"] == "messages[0].content[2]"
+    assert error["type"] == "invalid_request_error"
+
+
+async def test_a_body_over_the_limit(api: httpx.AsyncClient) -> None:
+    response = await api.post(COMPLETIONS, json=chat("x" * 1_000_001))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert response.headers["connection"] == "close"
+
+
+async def test_a_body_over_the_limit_that_does_not_tell_its_length(api: httpx.AsyncClient) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b" " * 100_000
+
+    response = await api.post(COMPLETIONS, content=chunks())
+    assert response.status_code == 413
+
+
+async def test_a_prompt_that_leaves_no_room(api: httpx.AsyncClient) -> None:
+    response = await api.post(COMPLETIONS, json=chat("x?" * 20_000))
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["code"] == "context_length_exceeded"
+    assert "tokens" in error["message"]
+
+
+async def test_an_unknown_model(api: httpx.AsyncClient) -> None:
+    response = await api.post(COMPLETIONS, json=chat("hi", model="gpt-7"))
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_the_served_model(api: httpx.AsyncClient) -> None:
+    (card,) = (await api.get("/v1/models")).json()["data"]
+    assert card["id"] == "tiny-omni"
+    assert (await api.get("/v1/models/tiny-omni")).json() == card
+    assert (await api.get("/v1/models/other")).status_code == 404
+
+
+async def test_health_and_version(api: httpx.AsyncClient) -> None:
+    assert (await api.get("/health")).json() == {"status": "ok"}
+    assert (await api.get("/version")).json() == {"version": __version__}
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", COMPLETIONS, 405)])
+async def test_wrong_routes_speak_the_same_language(
+    api: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    response = await api.request(method, path)
+    assert response.status_code == status
+    assert path in response.json()["error"]["message"]

@@ -1,0 +1,268 @@
+"""What local mode hides: processes, references, HTTP through HAProxy, cancellation, replica death."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+import soundfile
+from cluster import MediaServer, Server, chat, media, media_server, wait_until
+from PIL import Image
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+COMPLETIONS = "/v1/chat/completions"
+RENDER = f"{COMPLETIONS}/render"
+ENDLESS = {"ignore_eos": True, "max_tokens": 3000}
+
+
+@pytest.fixture
+def remote() -> Iterator[MediaServer]:
+    with media_server() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def png(shade: int = 128, size: tuple[int, int] = (48, 48)) -> bytes:
+    return encoded(Image.new("RGB", size, (shade, 255 - shade, 0)), "png")
+
+
+def encoded(image: Image.Image, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def wav(seconds: float) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, [0.0] * int(16000 * seconds), 16000, format="wav")
+    return buffer.getvalue()
+
+
+def gif(frames: int) -> bytes:
+    first, *rest = (Image.new("RGB", (48, 48), (8 * i, 0, 0)) for i in range(frames))
+    buffer = io.BytesIO()
+    first.save(buffer, "gif", save_all=True, append_images=rest, duration=100)
+    return buffer.getvalue()
+
+
+def data_uri(mime: str, data: bytes) -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def six_items(remote: MediaServer) -> list[dict[str, object]]:
+    """Two of each modality, all distinct, interleaved."""
+    remote.content = {
+        "/0.png": png(10),
+        "/1.wav": wav(0.5),
+        "/2.gif": gif(4),
+        "/3.wav": wav(1.0),
+        "/4.png": png(200, (96, 48)),
+        "/5.gif": gif(9),
+    }
+    kinds = {"png": "image", "wav": "audio", "gif": "video"}
+    return [media(kinds[path[-3:]], remote.url + path) for path in remote.content]
+
+
+def test_an_answer_through_the_official_client(server: Server, client: openai.OpenAI) -> None:
+    content = [media("image", data_uri("image/png", png())), {"type": "text", "text": "what is this?"}]
+    messages = [{"role": "user", "content": content}]
+    whole = client.chat.completions.create(model="tiny-omni", messages=messages, max_tokens=30)
+    stream = client.chat.completions.create(
+        model="tiny-omni",
+        messages=messages,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.prompt_tokens_details.image_tokens == 9
+    assert [card.id for card in client.models.list()] == ["tiny-omni"]
+
+
+def test_errors_reach_the_official_client_as_its_own(client: openai.OpenAI) -> None:
+    broken = [media("image", data_uri("image/png", b"no image at all"))]
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(model="tiny-omni", messages=[{"role": "user", "content": broken}])
+    assert caught.value.status_code in (415, 422)
+    assert caught.value.param == "messages[0].content[0]"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-7", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_all_items_are_in_flight_at_once_and_keep_their_order(server: Server, remote: MediaServer) -> None:
+    items = six_items(remote)
+    everyone = asyncio.Barrier(6)
+    gates = [asyncio.Event() for _ in range(7)]
+
+    def held(i: int):  # type: ignore[no-untyped-def]
+        async def handler(_: object) -> None:
+            await everyone.wait()  # nobody is answered before all six were asked for
+            if i < 5:
+                await gates[i + 1].wait()  # and the last item is answered first
+            gates[i].set()
+
+        return handler
+
+    remote.handlers = {path: held(i) for i, path in enumerate(remote.content)}
+    rendered = server.render(*items, "what do you see and hear?")
+    assert [i["param"] for i in rendered["items"]] == [f"messages[0].content[{i}]" for i in range(6)]
+    assert [i["modality"] for i in rendered["items"]] == ["image", "audio", "video"] * 1 + [
+        "audio",
+        "image",
+        "video",
+    ]
+    facts = [i["media"] for i in rendered["items"]]
+    assert facts[0]["width"] == 48
+    assert facts[1]["duration_s"] == pytest.approx(0.5)
+    assert facts[2]["num_frames"] == 4
+    assert facts[3]["duration_s"] == pytest.approx(1.0)
+    assert facts[4]["width"] == 96
+    assert facts[5]["num_frames"] == 8
+    offsets = [i["placeholder"]["offset"] for i in rendered["items"]]
+    assert offsets == sorted(offsets)
+    assert sorted(remote.asked) == sorted(remote.content)
+
+
+def test_a_failing_item_cancels_its_siblings_and_is_named(server: Server, remote: MediaServer) -> None:
+    items = six_items(remote)
+    others_are_in = asyncio.Barrier(6)
+
+    async def never(_: object) -> None:
+        await others_are_in.wait()
+        await asyncio.Event().wait()
+
+    async def fails(_: object) -> None:
+        await others_are_in.wait()
+
+    remote.handlers = {path: never for path in remote.content} | {"/3.wav": fails}
+    del remote.content["/3.wav"]
+    start = time.monotonic()
+    answer = server.post(COMPLETIONS, chat(*items))
+    assert answer.status == 422
+    assert answer.body["error"]["param"] == "messages[0].content[3]"
+    assert time.monotonic() - start < 5
+    wait_until(lambda: len(remote.left) == 5, why=lambda: f"still loading: {remote.left}")
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["fresh", "reused"])
+@pytest.mark.parametrize("padding", [0, 20_000, 200_000])
+def test_a_client_that_leaves_while_loading(
+    server: Server, remote: MediaServer, reused: bool, padding: int
+) -> None:
+    items = six_items(remote)
+    asked = threading.Event()
+
+    async def never(_: object) -> None:
+        if len(remote.asked) >= 6:
+            asked.set()
+        await asyncio.Event().wait()
+
+    remote.handlers = dict.fromkeys(remote.content, never)
+    connection = connect(server, reused)
+    send(connection, chat(*items, "x" * padding))
+    assert asked.wait(10)
+    connection.close()
+    wait_until(lambda: len(remote.left) == 6, why=lambda: f"still loading: {remote.left}")
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["fresh", "reused"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("size", [48, 600], ids=["in-band", "by-reference"])
+def test_a_client_that_leaves_while_generating(server: Server, reused: bool, stream: bool, size: int) -> None:
+    request_id = f"leaves-{reused}-{stream}-{size}-{time.time_ns()}"
+    connection = connect(server, reused)
+    item = media("image", data_uri("image/png", encoded(noise(size), "png")))
+    send(connection, chat(item, "go on", stream=stream, **ENDLESS), request_id)
+    wait_until(lambda: server.log_lines("Model", request_id), why=lambda: "generation did not begin")
+    connection.close()
+    wait_until(
+        lambda: any("cancelled" in line for line in server.log_lines("Model", request_id)),
+        why=lambda: str(server.log_lines("Model", request_id)),
+    )
+    # The engine is free again at once: another answer does not wait for the rest of this one.
+    start = time.monotonic()
+    assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200
+    assert time.monotonic() - start < 3
+
+
+def noise(size: int) -> Image.Image:
+    return Image.effect_noise((size, size), 80).convert("RGB")
+
+
+def test_the_request_id_is_echoed_and_in_every_stages_log(server: Server) -> None:
+    request_id = f"trace-{time.time_ns()}"
+    content = [media("image", data_uri("image/png", png())), "what is this?"]
+    answer = server.post(COMPLETIONS, chat(*content, max_tokens=5), {"x-request-id": request_id})
+    assert answer.headers["x-request-id"] == request_id
+    for stage in ("Ingress", "Tokenizer", "MediaLoader", "MMPreprocessor", "Model"):
+        wait_until(lambda: server.log_lines(stage, request_id), why=lambda: f"nothing of it in {stage}")  # noqa: B023
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> None:
+    with connect(server, reused=False) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {10**12}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert b" 413 " in connection.recv(1000)
+
+
+def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
+    server: Server, remote: MediaServer
+) -> None:
+    """A request whose loader is killed under it is answered all the same."""
+    remote.content = {"/0.png": png()}
+    first_try = threading.Event()
+
+    async def once_never(_: object) -> None:
+        if not first_try.is_set():
+            first_try.set()
+            await asyncio.Event().wait()
+
+    remote.handlers = {"/0.png": once_never}
+    answers = []
+    request = chat(media("image", f"{remote.url}/0.png"), "what is this?", max_tokens=5)
+    thread = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, request)))
+    thread.start()
+    assert first_try.wait(10)
+    (pid,) = server.replicas("MediaLoader")
+    os.kill(pid, signal.SIGKILL)
+    thread.join(60)
+    assert [answer.status for answer in answers] == [200], answers
+    assert server.replicas("MediaLoader") != [pid]
+
+
+def connect(server: Server, reused: bool) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    if reused:
+        send(connection, chat("hello", max_tokens=1), path=RENDER)
+        received = b""
+        while b"prompt_token_ids" not in received or not received.rstrip().endswith(b"}"):
+            received += connection.recv(65536)
+    return connection
+
+
+def send(connection: socket.socket, body: object, request_id: str = "", path: str = COMPLETIONS) -> None:
+    data = json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: h", f"Content-Length: {len(data)}"]
+    if request_id:
+        head.append(f"x-request-id: {request_id}")
+    connection.sendall("\r\n".join([*head, "", ""]).encode() + data)

@@ -1,0 +1,180 @@
+"""One item through the stage; that it equals a joint call is tested in test_assemble.py."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import (
+    MODELS,
+    OMNI,
+    audio,
+    chat,
+    image,
+    item_processor,
+    joint_call,
+    processor,
+    qwen3_vl,
+    qwen_vl,
+    video,
+)
+
+from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageTimeout, UnsupportedMedia
+from deployments.payload import unpack
+from deployments.preprocess import ItemProcessor, MMPreprocessor, PreprocessConfig
+from deployments.types import Arrays, Media, MediaOptions, Modality
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+@pytest.fixture(scope="module")
+def stage() -> MMPreprocessor:
+    return MMPreprocessor(PreprocessConfig(threads=2))
+
+
+@pytest.fixture(scope="module")
+def vl_stage() -> MMPreprocessor:
+    return MMPreprocessor(PreprocessConfig(model=qwen_vl()))
+
+
+async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor) -> None:
+    media, _ = image(1, 64, 64)
+    features = await stage.process(media, timeout_s=30)
+    image_token = processor(OMNI).image_token_id
+    assert (features.modality, features.digest) == (Modality.IMAGE, media.digest)
+    assert features.replacement == [(image_token, features.num_tokens)]
+    assert features.length == features.num_tokens == 16
+    arrays = await unpack(features.payload)
+    assert arrays.keys() == {"pixel_values", "image_grid_thw"}
+    assert features.shapes == {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+    assert features.service_ms > 0
+
+
+async def test_many_items_at_once_do_not_mix(stage: MMPreprocessor) -> None:
+    items = [image(seed, 20 + seed, 60 - seed) for seed in range(12)]
+    results = await asyncio.gather(*(stage.process(media, timeout_s=30) for media, _ in items))
+    for (media, arrays), features in zip(items, results, strict=True):
+        alone = item_processor(OMNI).process(media, arrays).features
+        np.testing.assert_array_equal((await unpack(features.payload))["pixel_values"], alone["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("model", "item"),
+    [("omni", audio(1))]
+    + [(model, item) for model in MODELS for item in (image(1), image(2, 48, 48), video(3))],
+)
+def test_inputs_are_never_written_to(model: str, item: tuple[Media, Arrays]) -> None:
+    """They may lie in the object store, where others read them."""
+    media, arrays = item
+    before = {name: array.copy() for name, array in arrays.items()}
+    item_processor(MODELS[model]()).process(media, arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+async def test_a_modality_that_the_model_lacks(vl_stage: MMPreprocessor) -> None:
+    with pytest.raises(UnsupportedMedia, match="does not take audio"):
+        await vl_stage.process(audio(1)[0], timeout_s=30)
+
+
+async def test_what_the_processor_complains_of_reaches_the_client(stage: MMPreprocessor) -> None:
+    with pytest.raises(
+        InvalidMedia, match="refuses this image: absolute aspect ratio must be smaller than 200"
+    ):
+        await stage.process(image(1, height=1, width=300)[0], timeout_s=30)
+
+
+def test_complaints_carry_no_paths_and_no_reprs() -> None:
+    class Grumbler(type(processor(OMNI))):  # type: ignore[misc]
+        def __call__(self, **_: object) -> None:
+            raise ValueError("cannot read /srv/models/secret.bin into\n <object at 0x7f>")
+
+    grumbler = rebuilt(Grumbler)
+
+    with pytest.raises(InvalidMedia) as caught:
+        ItemProcessor(grumbler).process(*image(1))
+    assert str(caught.value) == "The model's processor refuses this image: cannot read (...) into (...)."
+
+
+async def test_a_short_sound_is_padded_with_silence(stage: MMPreprocessor) -> None:
+    media, arrays = audio(1, seconds=0.01)
+    features = await stage.process(media, timeout_s=30)
+    padded = {"samples": np.pad(arrays["samples"], (0, 4800 - 160))}
+    expected = joint_call(OMNI, chat(media), [(media, padded)])
+    assert features.num_tokens == (expected["input_ids"] == processor(OMNI).audio_token_id).sum() > 0
+    arrays = await unpack(features.payload)
+    np.testing.assert_array_equal(arrays["input_features"], expected["input_features"].numpy())
+
+
+async def test_a_sound_that_would_be_cut_is_refused(stage: MMPreprocessor) -> None:
+    await stage.process(audio(1, seconds=30)[0], timeout_s=30)
+    with pytest.raises(MediaTooLarge, match=r"30\.1 s long; the model takes at most 30 s"):
+        await stage.process(audio(1, seconds=30.1)[0], timeout_s=30)
+
+
+@pytest.mark.parametrize(("every", "seconds"), [(5, 0.5), (2, 0.2)])
+async def test_each_video_keeps_its_own_rate(stage: MMPreprocessor, every: int, seconds: float) -> None:
+    """`seconds` from one frame to the next: a position of time takes several frames."""
+    media, _ = video(1, frames=8)
+    metadata = {
+        **media.video_metadata,
+        "total_num_frames": 8 * every,
+        "frames_indices": [every * i for i in range(8)],
+    }
+    features = await stage.process(replace(media, video_metadata=metadata), timeout_s=30)
+    arrays = await unpack(features.payload)
+    patch = processor(OMNI).video_processor.temporal_patch_size
+    np.testing.assert_allclose(arrays["video_second_per_grid"], [patch * seconds])
+
+
+def test_the_checkpoints_own_video_size_wins_over_the_processors_class() -> None:
+    own = processor(OMNI).video_processor.size
+    processed = item_processor(OMNI).process(*video(1, 8, 480, 640))
+    patches = processed.features["video_grid_thw"][0, 1:].prod()
+    assert patches * processor(OMNI).video_processor.patch_size ** 2 <= own["longest_edge"]
+
+
+def rebuilt(cls: Any) -> Any:
+    """The bundled model's processor as another class."""
+    own = processor(OMNI)
+    parts = (own.image_processor, own.video_processor, own.feature_extractor, own.tokenizer)
+    return cls(*parts, chat_template=own.chat_template)
+
+
+async def test_no_time_left(stage: MMPreprocessor) -> None:
+    with pytest.raises(StageTimeout, match="no time left"):
+        await stage.process(image(1)[0], timeout_s=0)
+
+
+def test_replacements_with_plain_text_at_the_edge_are_refused() -> None:
+    """They could grow together with the prompt: better no answer than a wrong one."""
+
+    class Wordy(type(processor(OMNI))):  # type: ignore[misc]
+        def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: object) -> str:
+            return "\n\n" + super().replace_image_token(image_inputs, image_idx, **kwargs)
+
+    wordy = rebuilt(Wordy)
+    wordy.chat_template = "look: <|IMAGE|> there"
+    with pytest.raises(ServingError, match="Wordy"):
+        ItemProcessor(wordy).process(*image(1))
+
+
+def test_times_in_plain_text_between_special_tokens_are_exact() -> None:
+    """They are part of the replacement, but no embedding fills them."""
+    processed = item_processor(qwen3_vl()).process(*video(1))
+    text = processor(qwen3_vl()).tokenizer.decode(processed.token_ids)
+    assert text.startswith("<0.2 seconds><|vision_start|><|video_pad|>")
+    assert text.endswith("<|video_pad|><|vision_end|>")
+    assert processed.num_tokens == text.count("<|video_pad|>") < len(processed.token_ids)
+    assert processed.features["mm_token_type_ids"].shape == (1, len(processed.token_ids))
+
+
+async def test_description(stage: MMPreprocessor, vl_stage: MMPreprocessor) -> None:
+    omni, vl = await stage.describe(), await vl_stage.describe()
+    assert omni.modalities == [Modality.IMAGE, Modality.AUDIO, Modality.VIDEO]
+    assert omni.options == MediaOptions(sampling_rate=16000, num_frames=8, fps=None)
+    assert vl.modalities == [Modality.IMAGE, Modality.VIDEO]
+    assert vl.options == MediaOptions(sampling_rate=16000, num_frames=768, fps=2.0)

@@ -1,0 +1,250 @@
+"""Models for tests: the bundled one, and a tiny random Qwen2.5-VL, whose processor differs in much."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from deployments.checkpoint import BUNDLED, load_processor, load_prompting
+from deployments.engine.base import EngineItem
+from deployments.multimodal.placeholders import run_lengths
+from deployments.preprocess import ItemProcessor
+from deployments.tokenizer import ChatEncoder
+from deployments.types import Arrays, Chat, Media, MMFeatures, Modality, Payload
+
+OMNI = "tiny-omni"
+
+# No tests write to it; what it holds is deleted with the process.
+_SCRATCH = tempfile.TemporaryDirectory(prefix="headrace-tests-")
+
+QWEN_VL_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role not in ('system', 'user', 'assistant') -%}
+{{- raise_exception('the role ' ~ message.role ~ ' is not known') -}}
+{%- endif -%}
+<|im_start|>{{ message.role }}{% if message.name %} ({{ message.name }}){% endif %}
+{% if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
+{%- elif part.type == 'text' -%}{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>{% endif -%}"""
+
+
+def _vl_tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(BUNDLED[OMNI] / "tokenizer.json"), pad_token="<|endoftext|>"
+    )
+    tokenizer.add_tokens(
+        ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], special_tokens=True
+    )
+    tokenizer.add_tokens(["<think>"])
+    return tokenizer
+
+
+_VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
+
+
+@cache
+def qwen_vl() -> str:
+    """Folder of a random Qwen2.5-VL that never ends an answer. `<think>` is added, but not special."""
+    import torch
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    folder = Path(_SCRATCH.name) / "qwen-vl"
+    tokenizer = _vl_tokenizer()
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(**_VL_SIZES),
+        tokenizer,
+        Qwen2VLVideoProcessor(**_VL_SIZES, cap_pixels_per_frame=False, fps=2),
+        chat_template=QWEN_VL_TEMPLATE,
+    ).save_pretrained(folder)
+
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 8,
+            "out_hidden_size": 64,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    # Random weights of the usual size would answer the same token for ever.
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def qwen3_vl() -> str:
+    """Folder of a Qwen3-VL processor, whose videos are stretches with the time in plain text before each."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    folder = Path(_SCRATCH.name) / "qwen3-vl"
+    video_sizes = _VL_SIZES | {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 8}}
+    Qwen3VLProcessor(
+        Qwen2VLImageProcessor(**_VL_SIZES),
+        _vl_tokenizer(),
+        Qwen3VLVideoProcessor(**video_sizes),
+        chat_template=QWEN_VL_TEMPLATE,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+# For parametrize: nothing is built, and torch not imported, before a test runs.
+MODELS = {"omni": lambda: OMNI, "qwen-vl": qwen_vl}
+
+
+@cache
+def processor(model: str) -> Any:
+    return load_processor(model)
+
+
+@cache
+def item_processor(model: str) -> ItemProcessor:
+    return ItemProcessor(processor(model))
+
+
+def tokenizer(model: str) -> ChatEncoder:
+    return ChatEncoder(load_prompting(model))
+
+
+def accepts(model: str) -> frozenset[str]:
+    """The arguments of the model's `forward`."""
+    import transformers
+
+    classes = {
+        OMNI: transformers.Qwen2_5OmniThinkerForConditionalGeneration,
+        qwen_vl(): transformers.Qwen2_5_VLForConditionalGeneration,
+        qwen3_vl(): transformers.Qwen3VLForConditionalGeneration,
+    }
+    return frozenset(inspect.signature(classes[model].forward).parameters)
+
+
+def image(seed: int, height: int = 40, width: int = 56) -> tuple[Media, Arrays]:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return _media(Modality.IMAGE, {"pixels": pixels})
+
+
+def audio(seed: int, seconds: float = 1.0, rate: int = 16000) -> tuple[Media, Arrays]:
+    samples = np.random.default_rng(seed).uniform(-1, 1, round(seconds * rate)).astype(np.float32)
+    return _media(Modality.AUDIO, {"samples": samples})
+
+
+def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> tuple[Media, Arrays]:
+    """Every fifth frame of a clip of 10 frames a second."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+    metadata = {
+        "total_num_frames": 5 * frames,
+        "fps": 10.0,
+        "frames_indices": list(range(0, 5 * frames, 5)),
+        "duration": frames / 2,
+    }
+    return _media(Modality.VIDEO, {"frames": pixels}, metadata)
+
+
+def _media(
+    modality: Modality, arrays: Arrays, metadata: dict[str, Any] | None = None
+) -> tuple[Media, Arrays]:
+    for array in arrays.values():
+        array.flags.writeable = False  # as they come from the object store
+    payload = Payload(0, inline=pickle.dumps(arrays, protocol=5))
+    return Media(modality, f"{modality}", payload, {}, 0, "", video_metadata=metadata), arrays
+
+
+def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:
+    """What the preprocessing stage sends and the model stage unpacks."""
+    done = item_processor(model).process(media, arrays)
+    features = MMFeatures(
+        media.modality, media.digest, done.num_tokens, run_lengths(done.token_ids), Payload(0), {}
+    )
+    return EngineItem(features, done.features)
+
+
+def chat(*parts: str | Media) -> Chat:
+    """One user's message."""
+    return Chat([{"role": "user", "content": [_part(part) for part in parts]}])
+
+
+def _part(part: str | Media) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": str(part.modality)}
+
+
+def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]]) -> dict[str, Any]:
+    """The whole conversation in one call of the processor, with media as its users pass them."""
+    rest = iter(items)
+    metadata = []
+    messages = []
+    for message in conversation.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [dict(part) for part in content]
+            for part in content:
+                if part["type"] == "text":
+                    continue
+                media, arrays = next(rest)
+                part[part["type"]] = _as_users_pass(arrays)
+                if media.video_metadata:
+                    metadata.append(media.video_metadata)
+        messages.append({**message, "content": content})
+    kwargs: dict[str, Any] = {"return_tensors": "pt"}
+    if metadata:
+        kwargs |= {"video_metadata": [metadata], "do_sample_frames": False}
+        if "video_second_per_grid" in processor(model).model_input_names:
+            kwargs["fps"] = 2.0
+    return dict(
+        processor(model).apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, processor_kwargs=kwargs
+        )
+    )
+
+
+def _as_users_pass(arrays: Arrays) -> Image.Image | npt.NDArray[Any]:
+    (array,) = arrays.values()
+    return Image.fromarray(array) if array.ndim == 3 else array.copy()
