@@ -116,9 +116,8 @@ def sampling_params(request: ChatRequest, room: int, defaults: Mapping[str, Any]
     """`room`: tokens left in the context; `defaults`: the checkpoint's, for what the request leaves out."""
     temperature = request.temperature if request.temperature is not None else defaults.get("temperature", 0.0)
     top_p = request.top_p if request.top_p is not None else defaults.get("top_p", 1.0)
-    return SamplingParams(
-        min(request.token_limit() or room, room), temperature, top_p, request.seed, request.ignore_eos
-    )
+    limit = request.token_limit() or defaults.get("max_tokens") or room
+    return SamplingParams(min(limit, room), temperature, top_p, request.seed, request.ignore_eos)
 
 
 @dataclass(slots=True)

@@ -5,14 +5,15 @@ Serve itself drops unknown keys without a word, so everything here refuses them 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
-from deployments.embeddings import EmbeddingsConfig
-from deployments.media import MediaConfig
-from deployments.model import ModelConfig
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from app.api import ApiSettings
+from deployments.embeddings import EmbeddingsConfig
+from deployments.media import MediaConfig
+from deployments.model import ModelConfig
 from deployments.preprocess import PreprocessConfig
 from deployments.tokenizer import TokenizerConfig
 
@@ -40,6 +41,8 @@ class AppConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         model = data.get("model", cls.model_fields["model"].default)
+        if isinstance(model, str) and Path(model).is_dir():
+            model = str(Path(model).resolve())  # replicas have a working directory of their own
         stages = {stage: {**data.get(stage, {}), "model": model} for stage in _OF_MODEL}
         return {**data, **stages}
 

@@ -3,13 +3,13 @@
 # No `from __future__ import annotations`: Serve reads the class that `args` must validate against.
 from typing import Any
 
-from deployments.media import MediaLoader
 from ray import serve
 from ray.serve import Application
 
 from app.config import AppConfig
 from app.ingress import Ingress
 from deployments.embeddings import EmbeddingLoader
+from deployments.media import MediaLoader
 from deployments.model import Model
 from deployments.preprocess import MMPreprocessor
 from deployments.tokenizer import Tokenizer

@@ -67,6 +67,7 @@ class Server:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
+            output.close()
 
     def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
