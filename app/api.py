@@ -55,8 +55,8 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         "max_model_len": pipeline.limits.max_model_len,
     }
 
-    async def read_request(http: Request) -> tuple[ChatRequest, ParsedChat]:
-        body = await _body(http, settings)
+    async def read_request(http: Request, deadline: Deadline) -> tuple[ChatRequest, ParsedChat]:
+        body = await _body(http, settings.max_body_bytes, deadline)
         request = parse_chat_request(parse(body))
         if request.model not in (None, settings.model_name):
             raise ModelNotFound(
@@ -67,7 +67,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         deadline = Deadline(settings.timeout_s)
-        request, parsed = await read_request(http)
+        request, parsed = await read_request(http, deadline)
         prepared = await pipeline.prepare(parsed, deadline)
         answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
         if not request.stream:
@@ -80,7 +80,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def render(http: Request) -> Response:
         start = time.perf_counter()
         deadline = Deadline(settings.timeout_s)
-        _, parsed = await read_request(http)
+        _, parsed = await read_request(http, deadline)
         intake_ms = (time.perf_counter() - start) * 1000
         prepared = await pipeline.prepare(parsed, deadline)
         total_ms = (time.perf_counter() - start) * 1000
@@ -123,7 +123,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     @app.exception_handler(Exception)
     async def bug(http: Request, error: Exception) -> Response:
-        return _error_response(ServingError("Internal error; the server's log says more."))
+        return _error_response(_BUG)
 
     return app
 
@@ -223,17 +223,18 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
     }
 
 
+_BUG = ServingError("Internal error; the server's log says more.")
 _NO_BUFFERING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _body(http: Request, settings: ApiSettings) -> Body:
+async def _body(http: Request, max_bytes: int, deadline: Deadline) -> Body:
     """Raises RequestTooLarge before the first byte where the client tells the length."""
     length = http.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > settings.max_body_bytes:
+    if length.isdecimal() and int(length) > max_bytes:
         raise RequestTooLarge(
-            f"The body has {length} bytes, the limit is {settings.max_body_bytes}. Send less, or send URLs."
+            f"The body has {length} bytes, the limit is {max_bytes}. Send less, or send URLs."
         )
-    return await read_body(http.stream(), max_bytes=settings.max_body_bytes, timeout_s=settings.timeout_s)
+    return await read_body(http.stream(), max_bytes=max_bytes, timeout_s=deadline.left_s())
 
 
 async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
@@ -244,6 +245,10 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
                 yield _event(chunk)
         except ServingError as error:
             yield _event(_envelope(error))
+            return
+        except Exception:  # the border of a stream, as `bug` is that of an answer
+            logger.exception("a stream broke")
+            yield _event(_envelope(_BUG))
             return
     yield b"data: [DONE]\n\n"
 

@@ -158,7 +158,7 @@ def session_logs(mark: str) -> Path:
     """Ray's raylet names its session folder in its command line."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
-            if word.startswith("--session-dir=") or word.startswith("--session_dir="):
+            if word.startswith(("--session-dir=", "--session_dir=")):
                 return Path(word.partition("=")[2]) / "logs"
     raise AssertionError("the server has no Ray session")
 

@@ -21,10 +21,10 @@ from deployments.tokenizer import Tokenizer
 class LocalGraph:
     def __init__(self, config: AppConfig) -> None:
         self.settings: ApiSettings = config.api
-        self.tokenizer = _run(Tokenizer, config.tokenizer)
-        self.media = _run(MediaLoader, config.media)
-        self.preprocessor = _run(MMPreprocessor, config.preprocess)
-        self.model = _run(Model, config.engine)
+        self.tokenizer = local(Tokenizer, config.tokenizer)
+        self.media = local(MediaLoader, config.media)
+        self.preprocessor = local(MMPreprocessor, config.preprocess)
+        self.model = local(Model, config.engine)
 
     async def pipeline(self, **replaced: Any) -> Pipeline:
         """Stages by name, e.g. `media=`, may be replaced by others."""
@@ -39,20 +39,21 @@ class LocalGraph:
         }
         return Pipeline(Stages(**(handles | replaced), inputs=inputs, limits=limits))
 
-    async def client(self, **replaced: Any) -> httpx.AsyncClient:
+    async def client(self, settings: ApiSettings | None = None, **replaced: Any) -> httpx.AsyncClient:
         text = await self.tokenizer.describe.remote()
         app = create_app(
             await self.pipeline(**replaced),
             FastTokenizer.from_str(text.tokenizer_json),
             lambda: None,
-            self.settings,
+            settings or self.settings,
         )
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://headrace", timeout=30)
 
 
-def _run(cls: type, config: Any) -> Any:
-    return serve.run(serve.deployment(cls).bind(config), name=cls.__name__, _local_testing_mode=True)
+def local(cls: type, *args: Any) -> Any:
+    """A handle to the class in local mode."""
+    return serve.run(serve.deployment(cls).bind(*args), name=cls.__name__, _local_testing_mode=True)
 
 
 def chat(*content: object, **fields: object) -> dict[str, object]:

@@ -1,15 +1,19 @@
 """The HTTP API over the real stages in local mode: answers, streams, errors."""
 
+import asyncio
 import base64
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from local_graph import LocalGraph, chat
+from local_graph import LocalGraph, chat, local
 
 from app import __version__
 from app.config import AppConfig
+from deployments.errors import ServingError, StageUnavailable
+from deployments.types import Delta
 
 COMPLETIONS = "/v1/chat/completions"
 
@@ -232,3 +236,66 @@ async def test_wrong_routes_speak_the_same_language(
     response = await api.request(method, path)
     assert response.status_code == status
     assert path in response.json()["error"]["message"]
+
+
+class Breaks:
+    """A stage that fails at a moment of the test's choice, which no real one does."""
+
+    def __init__(self, after: int, error: Exception) -> None:
+        self._after, self._error = after, error
+
+    async def generate(self, *_: object) -> AsyncIterator[Delta]:
+        for token_id in range(self._after):
+            yield Delta([100 + token_id])
+        raise self._error
+
+    async def load(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (StageUnavailable("The engine has stopped."), "The engine has stopped."),
+        (ServingError("The model failed on this request."), "The model failed"),
+        (ZeroDivisionError("internal"), "Internal error"),
+    ],
+)
+async def test_an_error_after_the_stream_began_is_an_event(
+    graph: LocalGraph, error: Exception, words: str
+) -> None:
+    async with await graph.client(model=local(Breaks, 3, error)) as api:
+        response = await api.post(COMPLETIONS, json=chat("hello", stream=True))
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert response.status_code == 200
+    assert words in json.loads(lines[-1])["error"]["message"]
+    assert any(c["choices"][0]["delta"].get("content") for c in map(json.loads, lines[:-1]))
+
+
+async def test_an_error_before_the_first_token_has_a_status(graph: LocalGraph) -> None:
+    async with await graph.client(model=local(Breaks, 0, StageUnavailable("The engine has stopped."))) as api:
+        response = await api.post(COMPLETIONS, json=chat("hello", stream=True))
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert response.json()["error"]["type"] == "server_error"
+
+
+async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -> None:
+    settings = dataclasses.replace(graph.settings, timeout_s=0.3)
+    async with await graph.client(settings, media=local(Breaks, 0, ServingError(""))) as api:
+        response = await api.post(COMPLETIONS, json=chat(png()))
+    assert response.status_code == 504
+    assert response.json()["error"]["param"] == "messages[0].content[0]"
+    assert "still in MediaLoader when its 0.3 s were over" in response.json()["error"]["message"]
+
+
+async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
+    async def stalls() -> AsyncIterator[bytes]:
+        yield b'{"messages"'
+        await asyncio.Event().wait()
+
+    settings = dataclasses.replace(graph.settings, timeout_s=0.1)
+    async with await graph.client(settings) as api:
+        response = await api.post(COMPLETIONS, content=stalls())
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "request_timeout"

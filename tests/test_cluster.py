@@ -153,7 +153,7 @@ def test_a_failing_item_cancels_its_siblings_and_is_named(server: Server, remote
     async def fails(_: object) -> None:
         await others_are_in.wait()
 
-    remote.handlers = {path: never for path in remote.content} | {"/3.wav": fails}
+    remote.handlers = dict.fromkeys(remote.content, never) | {"/3.wav": fails}
     del remote.content["/3.wav"]
     start = time.monotonic()
     answer = server.post(COMPLETIONS, chat(*items))

@@ -1,0 +1,65 @@
+import socket
+
+import pytest
+from run_server import busy_port, haproxy_ports, relay, wrong_settings
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_busy_port_is_told_in_one_line(taken: int) -> None:
+    assert busy_port("127.0.0.1", taken, {}) == (
+        f"port {taken} is taken. Is it running already? Stop it, or change http_options.port."
+    )
+
+
+def test_a_stale_haproxy_is_told_in_one_line(taken: int) -> None:
+    problem = busy_port("127.0.0.1", 0, {"stats": taken})
+    assert problem is not None
+    assert problem.startswith(f"HAProxy's stats port {taken} is taken")
+    assert "\n" not in problem
+
+
+def test_free_ports_are_no_problem() -> None:
+    assert busy_port("127.0.0.1", 0, {"stats": 0}) is None
+
+
+def test_the_configs_own_haproxy_ports_count() -> None:
+    env = {"runtime_env": {"env_vars": {"RAY_SERVE_HAPROXY_STATS_PORT": "1234"}}}
+    assert haproxy_ports({"controller_options": env}) == {"stats": 1234, "metrics": 9101}
+
+
+def test_a_wrong_setting_is_told_by_name() -> None:
+    problem = wrong_settings({"applications": [{"args": {"media": {"thread": 2}}}]})
+    assert problem == "args.media.thread: Extra inputs are not permitted"
+    assert wrong_settings({"applications": [{}]}) is None
+
+
+LINES = [
+    "(ServeController pid=1) INFO 2026-01-01 controller -- quiet\n",
+    "(ServeReplica:headrace:Model pid=2) WARNING 2026-01-01 model -- look here\n",
+    "(ServeReplica:headrace:Model pid=2)   and here\n",
+    "(ServeReplica:headrace:Model pid=2) INFO 2026-01-01 model -- quiet again\n",
+]
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [(False, LINES[1:3]), (True, LINES)])
+def test_only_what_matters_is_shown(
+    verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    relay(LINES, verbose, lambda: None)
+    assert capsys.readouterr().out == "".join(shown)
+
+
+def test_a_failed_deployment_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    given_up = []
+    relay(
+        ["ERROR controller 1 -- Deploying app 'headrace' failed with exception:\n"],
+        False,
+        lambda: given_up.append(1),
+    )
+    assert given_up == [1]
+    assert "Headrace cannot start" in capsys.readouterr().err
