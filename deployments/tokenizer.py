@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -73,6 +74,10 @@ class ChatEncoder:
             for modality, token in prompting.placeholders.items()
         }
         self._control = _control_tokens(prompting)
+        self._takes = {
+            (role, form): self._renders(role, form) for role in _AROUND for form in (_as_string, _as_parts)
+        }
+        self._knows_developers = "developer" in self._template
         self._wrap = _special_token_frame(tokenizer) if prompting.add_special_tokens else ([], [])
 
     def encode(self, chat: Chat) -> Prompt:
@@ -91,24 +96,55 @@ class ChatEncoder:
 
     def _render(self, chat: Chat) -> str:
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import mark_control_tokens, render_jinja_template
+        from transformers.utils.chat_template_utils import mark_control_tokens
 
-        messages = mark_control_tokens(chat.messages, self._control)
+        messages = mark_control_tokens([self._adapted(message) for message in chat.messages], self._control)
         for message in messages:
             self._keep_apart(message.get("content") or "")
         try:
-            texts, _ = render_jinja_template(
-                conversations=[messages],
-                chat_template=self._template,
-                add_generation_prompt=chat.add_generation_prompt,
-                **self._tokenizer.special_tokens_map,
-            )
+            return self._fill(messages, chat.add_generation_prompt)
         except TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses this conversation: {error}") from error
         except TypeError as error:
             # What a template for strings alone does with a list of parts.
             raise InvalidRequest("The model's chat template cannot render this conversation.") from error
+
+    def _fill(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, _ = render_jinja_template(
+            conversations=[messages],
+            chat_template=self._template,
+            add_generation_prompt=add_generation_prompt,
+            **self._tokenizer.special_tokens_map,
+        )
         return str(texts[0])
+
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message in a form that the template takes, where it does not take the client's."""
+        role, content = message["role"], message.get("content")
+        if role == "developer" and not self._knows_developers:
+            role = "system"
+        takes_string, takes_parts = (self._takes.get((role, form)) for form in (_as_string, _as_parts))
+        if isinstance(content, str) and takes_parts and not takes_string:
+            content = _as_parts([content])
+        elif isinstance(content, list) and takes_string and not takes_parts and _is_text(content):
+            content = _as_string([part["text"] for part in content])
+        return {**message, "role": role, "content": content}
+
+    def _renders(self, role: str, form: Callable[[list[str]], Any]) -> bool:
+        """Whether content of this form comes out as its texts: some templates print a list as Python does."""
+        from jinja2 import TemplateError
+
+        messages = [
+            {"role": each, "content": form(list(_PROBES) if each == role else ["other"])}
+            for each in _AROUND[role]
+        ]
+        try:
+            text = self._fill(messages, add_generation_prompt=False)
+        except (TemplateError, TypeError):
+            return False
+        return all(probe in text for probe in _PROBES) and "'type'" not in text
 
     def _keep_apart(self, content: str | list[dict[str, Any]]) -> None:
         """A control token may not be put together from neighbouring texts, such as `<|im_` and `end|>`.
@@ -148,6 +184,23 @@ class ChatEncoder:
             raise InvalidRequest("The model's chat template made places for media that were not sent.")
         iterators = {modality: iter(indices) for modality, indices in places.items()}
         return [(modality, next(iterators[modality])) for modality in items]
+
+
+def _is_text(parts: list[dict[str, Any]]) -> bool:
+    return all(part["type"] == "text" for part in parts)
+
+
+def _as_string(texts: list[str]) -> str:
+    return "\n".join(texts)
+
+
+def _as_parts(texts: list[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+# A conversation that each role fits into, for templates that insist on turns.
+_AROUND = {"system": ("system", "user"), "user": ("user",), "assistant": ("user", "assistant")}
+_PROBES = ("probe one", "probe two")
 
 
 def _control_tokens(prompting: Prompting) -> re.Pattern[str]:

@@ -11,6 +11,8 @@ import signal
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 
 import openai
@@ -244,9 +246,21 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     assert first_try.wait(10)
     (pid,) = server.replicas("MediaLoader")
     os.kill(pid, signal.SIGKILL)
+    seen = []
+    wait_until(lambda: seen.append(health(server)) or seen[-1][0] == 503, 30)
+    assert "MediaLoader" in seen[-1][1]
     thread.join(60)
     assert [answer.status for answer in answers] == [200], answers
     assert server.replicas("MediaLoader") != [pid]
+    wait_until(lambda: health(server)[0] == 200, 30)
+
+
+def health(server: Server) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def connect(server: Server, reused: bool) -> socket.socket:

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import MODELS, OMNI, audio, chat, image, processor, qwen_vl, tokenizer, video
+from tiny_models import (
+    MODELS,
+    OMNI,
+    QWEN_VL_TEMPLATE,
+    audio,
+    chat,
+    image,
+    processor,
+    qwen_vl,
+    tokenizer,
+    video,
+)
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -163,13 +174,45 @@ def test_words_of_the_template_reach_the_client() -> None:
         tokenizer(qwen_vl()).encode(Chat([{"role": "judge", "content": "guilty"}]))
 
 
-def test_a_template_that_cannot_add_parts_to_strings() -> None:
+STRINGS_ONLY = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+PRINTS_LISTS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+)
+
+
+def omni_with(template: str) -> ChatEncoder:
     prompting = load_prompting(OMNI)
-    encoder = ChatEncoder(
-        Prompting(prompting.tokenizer, "{{ 'user: ' + messages[0].content }}", prompting.placeholders)
-    )
+    return ChatEncoder(Prompting(prompting.tokenizer, template, prompting.placeholders))
+
+
+@pytest.mark.parametrize("template", [STRINGS_ONLY, PRINTS_LISTS, PARTS_ONLY])
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_string_and_a_list_of_one_text_are_alike_in_every_template(template: str, role: str) -> None:
+    encoder = omni_with(template)
+    around = [{"role": "user", "content": "before"}] if role == "assistant" else []
+    after = [{"role": "user", "content": "after"}] if role == "system" else []
+    prompts = [
+        encoder.encode(Chat([*around, {"role": role, "content": content}, *after]))
+        for content in ("be brief", [{"type": "text", "text": "be brief"}])
+    ]
+    assert prompts[0] == prompts[1]
+    assert f"{role}: be brief" in load_prompting(OMNI).tokenizer.decode(prompts[0].token_ids)
+
+
+def test_a_template_of_strings_alone_cannot_take_media() -> None:
     with pytest.raises(InvalidRequest, match="cannot render"):
-        encoder.encode(chat("hi"))
+        omni_with(STRINGS_ONLY).encode(Chat([{"role": "user", "content": [{"type": "image"}]}]))
+
+
+@pytest.mark.parametrize("model", [OMNI, "qwen_vl"])
+def test_a_developer_is_the_system_where_the_template_has_no_such_role(model: str) -> None:
+    encoder = omni_with(QWEN_VL_TEMPLATE) if model == "qwen_vl" else omni_encoder()
+    said = [
+        encoder.encode(Chat([{"role": role, "content": "be brief"}, {"role": "user", "content": "hi"}]))
+        for role in ("system", "developer")
+    ]
+    assert said[0] == said[1]
 
 
 def test_a_template_without_a_place_for_an_item() -> None:
