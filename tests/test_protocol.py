@@ -45,7 +45,7 @@ def test_null_is_absent_at_the_top() -> None:
         "model max_tokens max_completion_tokens temperature top_p stop seed n stream stream_options user"
         " tools logprobs response_format metadata store parallel_tool_calls"
     )
-    nulls = {field: None for field in fields.split()}
+    nulls = dict.fromkeys(fields.split())
     assert parse_chat_request(chat("hi", **nulls)) == parse_chat_request(chat("hi"))
 
 

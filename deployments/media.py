@@ -1,0 +1,207 @@
+"""The media stage: what a client named becomes pixels, samples and frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Self
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
+from deployments.multimodal import audio, data_uri, image, video
+from deployments.multimodal.audio import AudioLimits
+from deployments.multimodal.decoding import Decoded
+from deployments.multimodal.fetch import Fetcher
+from deployments.multimodal.hashing import digest
+from deployments.multimodal.image import PILLOW_MAX_PIXELS, ImageLimits
+from deployments.multimodal.single_flight import SingleFlight
+from deployments.multimodal.urls import UrlPolicy, local_path
+from deployments.multimodal.video import VideoLimits
+from deployments.payload import pack, unpack
+from deployments.pool import WorkPool
+from deployments.types import Media, MediaOptions, MediaSource, Modality
+
+logger = logging.getLogger("ray.serve")
+
+MIB = 2**20
+
+
+class MediaConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    threads: int = Field(default=4, ge=1)  # items decoded at once in a replica
+    niceness: int = Field(default=19, ge=0, le=19)
+
+    allowed_media_domains: list[str] = []  # where empty, every public host
+    allowed_private_networks: list[str] = []  # CIDRs that may be fetched from although not public
+    allowed_local_media_path: str = ""  # folder below which file: URLs may read; off where empty
+    max_redirects: int = Field(default=5, ge=0)
+    connections_per_host: int = Field(default=8, ge=1)
+
+    max_image_bytes: int = Field(default=256 * MIB, gt=0)  # encoded, as all three of these
+    max_audio_bytes: int = Field(default=25 * MIB, gt=0)
+    max_video_bytes: int = Field(default=256 * MIB, gt=0)
+    image_fetch_timeout_s: float = Field(default=5.0, gt=0)
+    audio_fetch_timeout_s: float = Field(default=10.0, gt=0)
+    video_fetch_timeout_s: float = Field(default=30.0, gt=0)
+
+    max_image_pixels: int = Field(default=PILLOW_MAX_PIXELS, gt=0, le=PILLOW_MAX_PIXELS)
+    max_audio_seconds: float = Field(default=600.0, gt=0)
+    max_audio_decoded_bytes: int = Field(default=256 * MIB, gt=0)
+    max_video_seconds: float = Field(default=3600.0, gt=0)
+    max_video_frames: int = Field(default=500_000, gt=0)  # in the clip, of which the model sees a few
+    max_video_pixels: int = Field(default=2**24, gt=0)  # of one frame
+    max_video_decoded_bytes: int = Field(default=1024 * MIB, gt=0)  # of the frames the model sees
+    video_threads: int = Field(default=1, ge=1)  # of the decoder, for each video
+
+    @model_validator(mode="after")
+    def _policy_is_valid(self) -> Self:
+        _ = self.policy
+        return self
+
+    @property
+    def policy(self) -> UrlPolicy:
+        return UrlPolicy.of(self.allowed_media_domains, self.allowed_private_networks)
+
+    @property
+    def image(self) -> ImageLimits:
+        return ImageLimits(self.max_image_pixels)
+
+    @property
+    def audio(self) -> AudioLimits:
+        return AudioLimits(self.max_audio_seconds, self.max_audio_decoded_bytes)
+
+    @property
+    def video(self) -> VideoLimits:
+        return VideoLimits(
+            self.max_video_seconds,
+            self.max_video_frames,
+            self.max_video_pixels,
+            self.max_video_decoded_bytes,
+            self.video_threads,
+        )
+
+    def max_bytes(self, modality: Modality) -> int:
+        """Encoded bytes of one item."""
+        return int(getattr(self, f"max_{modality}_bytes"))
+
+    def fetch_timeout_s(self, modality: Modality) -> float:
+        return float(getattr(self, f"{modality}_fetch_timeout_s"))
+
+
+class MediaLoader:
+    """Fetches and decodes one item at a time; concurrent requests for one URL share the work."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+        self._config = config
+        self._pool = WorkPool(config.threads, config.niceness)
+        self._flights: SingleFlight[Media] = SingleFlight()
+
+    async def ready(self) -> None:
+        """Answers once the replica is up."""
+
+    async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
+        """Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
+
+        Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
+        the same URL.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                if source.kind == "url":
+                    key = (source.modality, source.url, options)
+                    return await self._flights.run(key, lambda: self._load_url(source, options))
+                return await self._load_data(source, options)
+        except TimeoutError:
+            raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+
+    @cached_property
+    def _fetcher(self) -> Fetcher:
+        # Not in __init__: a connection pool belongs to the loop it is made on.
+        return Fetcher(
+            self._config.policy,
+            max_redirects=self._config.max_redirects,
+            connections_per_host=self._config.connections_per_host,
+        )
+
+    async def _load_url(self, source: MediaSource, options: MediaOptions) -> Media:
+        max_bytes = self._config.max_bytes(source.modality)
+        if source.url[:5].lower() == "file:":
+            root = self._config.allowed_local_media_path
+            return await self._decode(partial(_read_file, source.url, root, max_bytes), source, options)
+        start = time.perf_counter()
+        timeout_s = self._config.fetch_timeout_s(source.modality)
+        fetched = await self._fetcher.fetch(source.url, max_bytes, timeout_s)
+        fetch_ms = (time.perf_counter() - start) * 1000
+        return await self._decode(partial(fetched.body, max_bytes), source, options, fetch_ms)
+
+    async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
+        assert source.payload is not None
+        encoded = (await unpack(source.payload))["data"]
+        max_bytes = self._config.max_bytes(source.modality)
+        read = partial(data_uri.decode, source.header, encoded, max_bytes)
+        return await self._decode(read, source, options)
+
+    async def _decode(
+        self, read: Callable[[], bytes], source: MediaSource, options: MediaOptions, fetch_ms: float = 0.0
+    ) -> Media:
+        """`read` gives the encoded bytes, in the pool's thread as well."""
+        cancelled = threading.Event()
+        try:
+            (decoded, num_bytes, name), decode_ms = await self._pool.run(
+                self._read_and_decode, read, source.modality, options, cancelled
+            )
+        finally:
+            cancelled.set()
+        payload = await pack(decoded.arrays)
+        ms = fetch_ms + decode_ms
+        logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, num_bytes, decoded.mime, ms)
+        return Media(
+            modality=source.modality,
+            digest=name,
+            payload=payload,
+            info=decoded.info,
+            num_bytes=num_bytes,
+            mime=decoded.mime,
+            service_ms=ms,
+            video_metadata=decoded.video_metadata,
+        )
+
+    def _read_and_decode(
+        self, read: Callable[[], bytes], modality: Modality, options: MediaOptions, cancelled: threading.Event
+    ) -> tuple[Decoded, int, str]:
+        data = read()
+        config = self._config
+        shaping: tuple[object, ...] = ()
+        match modality:
+            case Modality.IMAGE:
+                decoded = image.decode(data, config.image, cancelled)
+            case Modality.AUDIO:
+                shaping = (options.sampling_rate,)
+                decoded = audio.decode(data, options.sampling_rate, config.audio, cancelled)
+            case Modality.VIDEO:
+                shaping = (options.num_frames, options.fps)
+                decoded = video.decode(data, options.num_frames, options.fps, config.video, cancelled)
+        return decoded, len(data), digest(modality, data, *map(repr, shaping))
+
+
+def _read_file(url: str, root: str, max_bytes: int) -> bytes:
+    path = local_path(url, root)
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError:
+        raise FetchRefused("The file: URL names a file that this server may not read.") from None
+    if len(data) > max_bytes:
+        raise MediaTooLarge(f"The file is over the limit of {max_bytes} bytes.")
+    return data

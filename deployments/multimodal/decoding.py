@@ -1,0 +1,138 @@
+"""What the decoders share: their result, cancellation, and FFmpeg kept to the bytes that it was given."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import av
+
+from deployments.errors import InvalidMedia, UnsupportedMedia
+from deployments.types import Arrays
+
+# Containers that carry their content in themselves. Playlists and descriptions (hls, concat, dash, sdp),
+# which make FFmpeg open what they name, are not among them, nor are games' formats that only fuzzers send.
+_CONTAINERS = {
+    "mov,mp4,m4a,3gp,3g2,mj2": "mp4",
+    "matroska,webm": "x-matroska",
+    "avi": "x-msvideo",
+    "mpegts": "mp2t",
+    "mpeg": "mpeg",
+    "flv": "x-flv",
+    "ogg": "ogg",
+    "mp3": "mpeg",
+    "aac": "aac",
+    "flac": "flac",
+    "wav": "wav",
+    "w64": "x-w64",
+    "aiff": "aiff",
+    "caf": "x-caf",
+    "au": "basic",
+    "amr": "amr",
+}
+_OPEN_OPTIONS = {
+    "format_whitelist": ",".join(_CONTAINERS),
+    "protocol_whitelist": "none",  # no protocol has this name
+    "enable_drefs": "0",  # MOV tracks whose data lie in another file
+}
+
+# What is often sent in place of media, by its first bytes.
+_NOT_MEDIA = [
+    (b"<!doctype html", "an HTML page"),
+    (b"<html", "an HTML page"),
+    (b"<svg", "an SVG drawing"),
+    (b"<?xml", "an XML document"),
+    (b"%pdf", "a PDF document"),
+    (b"%!ps", "a PostScript document"),
+    (b"#extm3u", "a playlist"),
+    (b"ffconcat", "a playlist"),
+    (b"\xff\x0a", "a JPEG XL image"),
+    (b"\x00\x00\x00\x0cjxl ", "a JPEG XL image"),
+    (b"\xff\x4f\xff\x51", "a JPEG 2000 image"),
+    (b"\x00\x00\x00\x0cjp  ", "a JPEG 2000 image"),
+    (b"pk\x03\x04", "a ZIP archive"),
+]
+
+
+# What begins like this is a format taken here, and if it does not open it is damaged.
+_MEDIA = (
+    *(b"\xff\xd8\xff", b"\x89png\r\n", b"gif8", b"riff", b"rf64", b"ii*\x00", b"mm\x00*"),
+    *(b"\x1aE\xdf\xa3".lower(), b"oggs", b"flac", b"id3", b"form", b"#!amr"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A decoded item; see `Media` in deployments.types for the arrays and `info`."""
+
+    arrays: Arrays
+    info: dict[str, Any]
+    mime: str
+    video_metadata: dict[str, Any] | None = None
+
+
+class DecodingCancelled(Exception):
+    """Nobody waits for the result any more."""
+
+
+def check_cancelled(cancelled: threading.Event | None) -> None:
+    """Decoding loops call this between frames."""
+    if cancelled is not None and cancelled.is_set():
+        raise DecodingCancelled
+
+
+def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
+    """Says why bytes do not open: raises InvalidMedia (empty, damaged) or UnsupportedMedia."""
+    if not data:
+        raise InvalidMedia(f"The {modality} is empty.")
+    head = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if head.startswith(_MEDIA) or head[4:8] == b"ftyp":
+        raise InvalidMedia(f"The {modality} is damaged or cut short: it does not open. Send {formats}.")
+    found = next((name for magic, name in _NOT_MEDIA if head.startswith(magic)), None)
+    instead = f" They are {found}." if found else ""
+    raise UnsupportedMedia(f"The data are no {modality} in a format taken here.{instead} Send {formats}.")
+
+
+@contextmanager
+def open_container(
+    data: bytes, modality: str, formats: str, options: dict[str, str] | None = None
+) -> Iterator[Any]:
+    """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
+
+    Raises as `refuse` does for what does not open, and InvalidMedia for what FFmpeg stumbles over later.
+    """
+    try:
+        container = av.open(
+            io.BytesIO(data),
+            options=_OPEN_OPTIONS | (options or {}),
+            metadata_errors="replace",
+            io_open=_open_nothing,
+        )
+    except _FFMPEG_ERRORS:
+        refuse(data, modality, formats)
+    try:
+        with container:
+            yield container
+    except _FFMPEG_ERRORS as error:
+        raise InvalidMedia(f"The {modality} is damaged and cannot be decoded.") from error
+
+
+def container_mime(container: Any, data: bytes, modality: str) -> str:
+    """MIME type by content."""
+    if container.format.name == "matroska,webm" and b"webm" in data[:64]:
+        return f"{modality}/webm"
+    if data[4:12] == b"ftypqt  ":
+        return f"{modality}/quicktime"
+    return f"{modality}/{_CONTAINERS[container.format.name]}"
+
+
+# PyAV adds ValueError and OverflowError, where a file's numbers do not fit.
+_FFMPEG_ERRORS = (av.error.FFmpegError, ValueError, OverflowError)
+
+
+def _open_nothing(url: str, flags: int, options: dict[str, str]) -> NoReturn:
+    raise PermissionError("media may not refer to other files")

@@ -1,0 +1,254 @@
+import io
+import threading
+import zlib
+from typing import Any
+
+import numpy as np
+import pillow_heif
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFile
+
+from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
+from deployments.multimodal.decoding import DecodingCancelled
+from deployments.multimodal.image import ImageLimits, decode
+
+LIMITS = ImageLimits()
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+def encode(picture: Image.Image, format: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format, **options)
+    return file.getvalue()
+
+
+def corners(width: int = 64, height: int = 32) -> Image.Image:
+    """Red, green, blue and white quarters, in reading order."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    h, w = height // 2, width // 2
+    pixels[:h, :w], pixels[:h, w:], pixels[h:, :w], pixels[h:, w:] = RED, GREEN, BLUE, WHITE
+    return Image.fromarray(pixels)
+
+
+def pixels(data: bytes, limits: ImageLimits = LIMITS) -> np.ndarray:
+    decoded = decode(data, limits).arrays["pixels"]
+    assert decoded.dtype == np.uint8
+    assert decoded.ndim == 3
+    assert decoded.shape[2] == 3
+    return decoded
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+
+def png_header(width: int, height: int) -> bytes:
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    header = png_chunk(b"IHDR", size + b"\x08\x02\x00\x00\x00")
+    return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\x00" * 100))
+
+
+@pytest.mark.parametrize(
+    ("format", "mime", "tolerance", "options"),
+    [
+        ("PNG", "image/png", 0, {}),
+        ("JPEG", "image/jpeg", 20, {"quality": 95}),
+        ("JPEG", "image/jpeg", 20, {"quality": 95, "progressive": True}),
+        ("WEBP", "image/webp", 0, {"lossless": True}),
+        ("GIF", "image/gif", 0, {}),
+        ("BMP", "image/bmp", 0, {}),
+        ("TIFF", "image/tiff", 0, {}),
+        ("TIFF", "image/tiff", 0, {"compression": "tiff_lzw"}),
+        ("AVIF", "image/avif", 30, {"quality": 95}),
+    ],
+)
+def test_formats(format: str, mime: str, tolerance: int, options: dict[str, Any]) -> None:
+    decoded = decode(encode(corners(), format, **options), LIMITS)
+    assert decoded.mime == mime
+    assert decoded.info == {"width": 64, "height": 32, "original_width": 64, "original_height": 32}
+    found = decoded.arrays["pixels"][[4, 4, -4, -4], [8, -8, 8, -8]].astype(int)
+    assert np.abs(found - [RED, GREEN, BLUE, WHITE]).max() <= tolerance
+
+
+def test_heic() -> None:
+    file = io.BytesIO()
+    pillow_heif.from_pillow(corners()).save(file, quality=90)
+    decoded = decode(file.getvalue(), LIMITS)
+    assert decoded.mime == "image/heic"
+    assert np.abs(decoded.arrays["pixels"][4, 8].astype(int) - RED).max() < 30
+
+
+def test_a_jpeg_with_a_second_picture_gives_the_first() -> None:
+    data = encode(corners(), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))], quality=95)
+    decoded = decode(data, LIMITS)
+    assert decoded.mime == "image/jpeg"
+    assert decoded.info["width"] == 64
+
+
+@pytest.mark.parametrize(
+    ("orientation", "order"),
+    [
+        (1, "RGBW"),
+        (2, "GRWB"),
+        (3, "WBGR"),
+        (4, "BWRG"),
+        (5, "RBGW"),
+        (6, "BRWG"),
+        (7, "WGBR"),
+        (8, "GWRB"),
+        (0, "RGBW"),
+        (9, "RGBW"),
+        (65535, "RGBW"),
+    ],
+)
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_exif_orientation_is_applied_once(format: str, orientation: int, order: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    decoded = decode(encode(corners(), format, exif=exif, quality=95), LIMITS)
+    turned = 5 <= orientation <= 8
+    assert (decoded.info["width"], decoded.info["height"]) == ((32, 64) if turned else (64, 32))
+    assert (decoded.info["original_width"], decoded.info["original_height"]) == (64, 32)
+    names = {"R": RED, "G": GREEN, "B": BLUE, "W": WHITE}
+    found = decoded.arrays["pixels"][[4, 4, -4, -4], [4, -4, 4, -4]].astype(int)
+    assert np.abs(found - [names[name] for name in order]).max() < 40
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_exif_that_cannot_be_read_does_not_cost_the_picture() -> None:
+    data = encode(corners(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff" + b"\x00" * 8)
+    assert pixels(data).shape == (32, 64, 3)
+
+
+def test_transparency_lies_on_white_or_on_what_is_asked_for() -> None:
+    picture = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    picture.putpixel((0, 0), (255, 0, 0, 255))
+    picture.putpixel((1, 0), (0, 0, 0, 128))
+    for format, options in (("PNG", {}), ("WEBP", {"lossless": True, "exact": True}), ("TIFF", {})):
+        data = encode(picture, format, **options)
+        assert pixels(data)[0].tolist() == [[255, 0, 0], [127, 127, 127], [255, 255, 255], [255, 255, 255]]
+        assert pixels(data, ImageLimits(background=(0, 0, 255)))[3, 3].tolist() == [0, 0, 255]
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "RGB"])
+def test_a_transparent_colour_is_transparent(mode: str) -> None:
+    picture = Image.new(mode, (2, 1), 0)
+    picture.putpixel((1, 0), (9, 9, 9) if mode == "RGB" else 9)
+    if mode == "P":
+        picture.putpalette([0, 0, 0] * 9 + [9, 9, 9])
+    data = encode(picture, "PNG", transparency=(0, 0, 0) if mode == "RGB" else 0)
+    assert pixels(data)[0].tolist() == [[255, 255, 255], [9, 9, 9]]
+
+
+def test_grey_with_alpha() -> None:
+    assert pixels(encode(Image.new("LA", (2, 2), (0, 128)), "PNG"))[0, 0].tolist() == [127] * 3
+
+
+@pytest.mark.parametrize(
+    ("picture", "format", "expected"),
+    [
+        (Image.new("1", (2, 2), 1), "PNG", (255, 255, 255)),
+        (Image.new("L", (2, 2), 77), "PNG", (77, 77, 77)),
+        (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", (255, 0, 0)),
+        (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF", (255, 0, 0)),
+        (Image.fromarray(np.full((2, 2), 65535, np.uint16)), "PNG", (255, 255, 255)),
+        (Image.fromarray(np.full((2, 2), 257 * 100, np.uint16)), "PNG", (100, 100, 100)),
+        (Image.fromarray(np.full((2, 2), 257 * 100, np.uint16)), "TIFF", (100, 100, 100)),
+        (Image.fromarray(np.full((2, 2), 0.5, np.float32)), "TIFF", (128, 128, 128)),
+        (Image.fromarray(np.full((2, 2), 200.0, np.float32)), "TIFF", (200, 200, 200)),
+        (Image.fromarray(np.array([[-1000.0, 3000.0]], np.float32)), "TIFF", (0, 0, 0)),
+        (Image.fromarray(np.array([[-5, 5]], np.int32)), "TIFF", (0, 0, 0)),
+    ],
+)
+def test_every_mode_becomes_rgb(picture: Image.Image, format: str, expected: tuple[int, int, int]) -> None:
+    found = pixels(encode(picture, format))[0, 0].astype(int)
+    assert np.abs(found - expected).max() <= (4 if format == "JPEG" else 0)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_pixels_that_are_no_numbers_are_refused(value: float) -> None:
+    data = encode(Image.fromarray(np.full((2, 2), value, np.float32)), "TIFF")
+    with pytest.raises(InvalidMedia, match="not finite"):
+        decode(data, LIMITS)
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_of_several_pictures_the_first(format: str) -> None:
+    others = [Image.new("RGB", (64, 32), BLUE), Image.new("RGB", (64, 32), GREEN)]
+    data = encode(Image.new("RGB", (64, 32), RED), format, save_all=True, append_images=others)
+    assert np.abs(pixels(data)[0, 0].astype(int) - RED).max() < 5
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2000, 1), (1, 2000)])
+def test_tiny_and_extreme_sizes(size: tuple[int, int]) -> None:
+    assert pixels(encode(Image.new("RGB", size, RED), "PNG")).shape == (size[1], size[0], 3)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"])
+def test_the_pixel_limit_is_exact_and_read_from_the_header(format: str) -> None:
+    data = encode(corners(), format)
+    decode(data, ImageLimits(max_pixels=64 * 32))
+    with pytest.raises(MediaTooLarge, match="64x32 pixels, more than the limit of 2047"):
+        decode(data, ImageLimits(max_pixels=64 * 32 - 1))
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_the_default_limit_holds_before_anything_is_decoded() -> None:
+    with pytest.raises(MediaTooLarge, match="more than the limit of 178956970 pixels"):
+        decode(png_header(20_000, 14_000), LIMITS)
+    with pytest.raises(InvalidMedia, match="damaged|cut short"):  # under the limit, and nothing there
+        decode(png_header(13_000, 13_000), LIMITS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
+def test_cut_short_files_are_refused(format: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    data = encode(Image.fromarray(noise), format)
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+    for size in (12, 40, len(data) // 2, len(data) * 9 // 10):
+        with pytest.raises(InvalidMedia, match="damaged|cut short|no image"):
+            decode(data[:size], LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"", InvalidMedia, "The image is empty"),
+        (b"<!DOCTYPE html><html>", UnsupportedMedia, "They are an HTML page"),
+        (b'\n <svg xmlns="http://www.w3.org/2000/svg">', UnsupportedMedia, "They are an SVG drawing"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", UnsupportedMedia, "a PostScript document"),
+        (b"%PDF-1.7", UnsupportedMedia, "a PDF document"),
+        (b"Hello World, this is text", UnsupportedMedia, "no image in a format taken here. Send a JPEG"),
+        (b"\xff\xd8\xff\xe0 nothing more", InvalidMedia, "damaged"),
+        (b"P6 2 2 255\n" + b"x" * 12, UnsupportedMedia, "no image in a format"),
+    ],
+)
+def test_what_is_no_image_is_named(data: bytes, error: type[InvalidMedia], message: str) -> None:
+    with pytest.raises(error, match=message):
+        decode(data, LIMITS)
+
+
+def test_nothing_is_decoded_for_nobody() -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(DecodingCancelled):
+        decode(encode(corners(), "PNG"), LIMITS, cancelled)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]),
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_damage_gives_a_picture_or_a_declared_error(format: str, damage: list[tuple[int, int]]) -> None:
+    data = bytearray(encode(corners(), format))
+    for place, value in damage:
+        data[place % len(data)] = value
+    try:
+        pixels(bytes(data), ImageLimits(max_pixels=1 << 22))
+    except InvalidMedia:
+        pass
