@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Self
 
 from PIL import Image
@@ -62,8 +63,10 @@ class MediaConfig(BaseModel):
     video_threads: int = Field(default=1, ge=1)  # of the decoder, for each video
 
     @model_validator(mode="after")
-    def _policy_is_valid(self) -> Self:
-        _ = self.policy
+    def _is_meant(self) -> Self:
+        _ = self.policy  # raises ValueError for what is no network
+        if self.allowed_local_media_path and not Path(self.allowed_local_media_path).is_dir():
+            raise ValueError("allowed_local_media_path is not a folder on this machine")
         return self
 
     @property
@@ -109,6 +112,12 @@ class MediaLoader:
 
     async def ready(self) -> None:
         """Answers once the replica is up."""
+
+    async def close(self) -> None:
+        """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
+        self._pool.shutdown()
+        if "_fetcher" in self.__dict__:
+            await self._fetcher.close()
 
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.

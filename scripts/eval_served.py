@@ -14,6 +14,7 @@ import base64
 import json
 import tempfile
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ MIMES = {
     "mp3": "audio/mpeg",
     "mp4": "video/mp4",
 }
-WRITE = {"image": write_image, "audio": write_audio, "video": write_clip}
+WRITE: dict[Modality, Callable[[Path, Any], None]] = {"image": write_image, "audio": write_audio, "video": write_clip}
 
 
 def main() -> None:

@@ -168,7 +168,9 @@ def test_the_limit_on_seconds_is_exact() -> None:
 @pytest.mark.parametrize("by", ["libsndfile", "ffmpeg"])
 def test_limits_hold_while_decoding_whatever_the_size_of_the_file(by: str) -> None:
     silence = np.zeros(48000 * 20, np.float32)
-    data = encode(silence, 48000, "FLAC") if by == "libsndfile" else encode_av(silence, 48000, "webm", "libopus")
+    data = (
+        encode(silence, 48000, "FLAC") if by == "libsndfile" else encode_av(silence, 48000, "webm", "libopus")
+    )
     assert len(data) < 100_000
     with pytest.raises(MediaTooLarge, match="longer than the limit of 3 s"):
         decode(data, 16000, AudioLimits(max_seconds=3))
@@ -180,7 +182,14 @@ def wav_header(rate: int, channels: int, claimed: int, data: bytes) -> bytes:
     block = 2 * channels
     format = b"".join(
         value.to_bytes(size, "little")
-        for value, size in [(1, 2), (channels, 2), (rate, 4), (rate * block % 2**32, 4), (block % 65536, 2), (16, 2)]
+        for value, size in [
+            (1, 2),
+            (channels, 2),
+            (rate, 4),
+            (rate * block % 2**32, 4),
+            (block % 65536, 2),
+            (16, 2),
+        ]
     )
     size = claimed.to_bytes(4, "little")
     return b"RIFF" + size + b"WAVEfmt " + (16).to_bytes(4, "little") + format + b"data" + size + data
