@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -23,6 +23,7 @@ from app.intake import Body, parse, read_body
 from app.pipeline import Pipeline, Prepared
 from app.protocol import ChatRequest, error_envelope, parse_chat_request
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
+from deployments.types import Modality
 
 logger = logging.getLogger("ray.serve")
 
@@ -35,6 +36,7 @@ class ApiSettings:
     model_name: str
     timeout_s: float  # a request's deadline
     max_body_bytes: int
+    limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
 
 
 class Json(Response):
@@ -62,7 +64,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
             raise ModelNotFound(
                 f"The model {request.model!r} is not served here; it is {settings.model_name!r}.", "model"
             )
-        return request, parse_chat(request, body.strings)
+        return request, parse_chat(request, body.strings, settings.limit_mm_per_prompt)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:

@@ -49,8 +49,13 @@ class ParsedChat:
     items: list[Item]  # in the order in which the user wrote them, across messages and modalities
 
 
-def parse_chat(request: ChatRequest, strings: Mapping[str, LongString]) -> ParsedChat:
-    """Raises InvalidRequest for a media part that is neither a URL nor a data: URI."""
+def parse_chat(
+    request: ChatRequest, strings: Mapping[str, LongString], limits: Mapping[Modality, int] | None = None
+) -> ParsedChat:
+    """`limits`: so many items of a modality; none where a modality is not in it.
+
+    Raises InvalidRequest for one item too many, and for a part that is neither a URL nor a data: URI.
+    """
     items: list[Item] = []
     messages = []
     for i, message in enumerate(request.messages):
@@ -66,7 +71,18 @@ def parse_chat(request: ChatRequest, strings: Mapping[str, LongString]) -> Parse
                     items.append(_item(part, f"messages[{i}].content[{j}]", strings))
                     content.append({"type": str(items[-1].modality)})
         messages.append({"role": message.role, "content": content})
+    _check_counts(items, limits or {})
     return ParsedChat(Chat(messages), items)
+
+
+def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None:
+    for modality, limit in limits.items():
+        alike = [item for item in items if item.modality == modality]
+        if len(alike) > limit:
+            raise InvalidRequest(
+                f"The request has {len(alike)} {modality} items; the limit is {limit}. Send fewer.",
+                alike[limit].param,
+            )
 
 
 def _text(text: str, strings: Mapping[str, LongString]) -> str:

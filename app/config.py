@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from app.api import ApiSettings
 from deployments.embeddings import EmbeddingsConfig
@@ -16,6 +16,7 @@ from deployments.media import MediaConfig
 from deployments.model import ModelConfig
 from deployments.preprocess import PreprocessConfig
 from deployments.tokenizer import TokenizerConfig
+from deployments.types import Modality
 
 _OF_MODEL = ("tokenizer", "preprocess", "engine")  # stages that load the checkpoint
 
@@ -27,6 +28,9 @@ class AppConfig(BaseModel):
     served_model_name: str = ""  # what clients call it; the last part of `model` where empty
     timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
     max_body_bytes: int = Field(default=256 * 2**20, gt=0)
+    limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
+        default_factory=lambda: dict.fromkeys(Modality, 999)
+    )  # items of a request; a modality that is not named has no limit
 
     media: MediaConfig = Field(default_factory=MediaConfig)
     embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
@@ -53,4 +57,6 @@ class AppConfig(BaseModel):
 
     @property
     def api(self) -> ApiSettings:
-        return ApiSettings(self.served_model_name, self.timeout_s, self.max_body_bytes)
+        return ApiSettings(
+            self.served_model_name, self.timeout_s, self.max_body_bytes, self.limit_mm_per_prompt
+        )

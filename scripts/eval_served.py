@@ -34,7 +34,11 @@ MIMES = {
     "mp3": "audio/mpeg",
     "mp4": "video/mp4",
 }
-WRITE: dict[Modality, Callable[[Path, Any], None]] = {"image": write_image, "audio": write_audio, "video": write_clip}
+WRITE: dict[Modality, Callable[[Path, Any], None]] = {
+    "image": write_image,
+    "audio": write_audio,
+    "video": write_clip,
+}
 
 
 def main() -> None:

@@ -7,9 +7,13 @@ from deployments.errors import InvalidRequest
 from deployments.types import Modality
 
 
-def parsed(*messages: object, strings: dict[str, LongString] | None = None):
+def parsed(
+    *messages: object,
+    strings: dict[str, LongString] | None = None,
+    limits: dict[Modality, int] | None = None,
+):
     documents = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in messages]
-    return parse_chat(parse_chat_request({"messages": documents}), strings or {})
+    return parse_chat(parse_chat_request({"messages": documents}), strings or {}, limits)
 
 
 def image(url: str) -> dict[str, object]:
@@ -58,6 +62,16 @@ def test_input_audio_carries_its_format() -> None:
 def test_long_texts_become_text_again() -> None:
     result = parsed(["token"], "token", strings={"token": LongString(("é".encode(), b"!"))})
     assert [m["content"] for m in result.chat.messages] == [[{"type": "text", "text": "é!"}], "é!"]
+
+
+def test_one_item_too_many_is_refused_and_named() -> None:
+    content = [image("https://h/1"), {"audio_url": "https://h/2"}, image("https://h/3")]
+    assert len(parsed(content, limits={Modality.IMAGE: 2, Modality.AUDIO: 1}).items) == 3
+    with pytest.raises(InvalidRequest, match="has 2 image items; the limit is 1") as caught:
+        parsed(content, limits={Modality.IMAGE: 1})
+    assert caught.value.param == "messages[0].content[2]"
+    with pytest.raises(InvalidRequest, match="has 1 audio items; the limit is 0"):
+        parsed(content, limits={Modality.AUDIO: 0})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def settings(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
             nested = settings(kind, f"{prefix}{name}.")
             found |= {k: v for k, v in nested.items() if not k.endswith(".model")}
         else:
-            found[prefix + name] = field.default
+            found[prefix + name] = field.get_default(call_default_factory=True)
     return found
 
 
@@ -90,4 +90,6 @@ def _as_told(default: object) -> str:
         return "null"
     if isinstance(default, float):
         return f"{default:g}"
+    if isinstance(default, dict):
+        return "{" + ", ".join(f"{key}: {value}" for key, value in default.items()) + "}"
     return str(default) if default != "" else '""'
