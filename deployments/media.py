@@ -65,8 +65,6 @@ class MediaConfig(BaseModel):
     @model_validator(mode="after")
     def _is_meant(self) -> Self:
         _ = self.policy  # raises ValueError for what is no network
-        if self.allowed_local_media_path and not Path(self.allowed_local_media_path).is_dir():
-            raise ValueError("allowed_local_media_path is not a folder on this machine")
         return self
 
     @property
@@ -106,6 +104,9 @@ class MediaLoader:
         # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+        root = config.allowed_local_media_path
+        if root and not Path(root).is_dir():  # not in the config: it may be read on another machine
+            raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
         self._flights: SingleFlight[Media] = SingleFlight()

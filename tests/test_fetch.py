@@ -140,9 +140,13 @@ async def test_the_second_try_counts() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 2x0\r\n\r\n"],
-    ids=["closed", "cut short", "not http", "bad status"],
-)  # fmt: skip
+    [
+        pytest.param(b"", id="closed"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort", id="cut short"),
+        pytest.param(b"SSH-2.0-OpenSSH\r\n\r\n", id="not http"),
+        pytest.param(b"HTTP/1.1 2x0\r\n\r\n", id="bad status"),
+    ],
+)
 async def test_a_broken_host_is_tried_twice_and_failed(said: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

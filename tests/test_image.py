@@ -1,3 +1,4 @@
+import contextlib
 import io
 import threading
 import zlib
@@ -198,7 +199,7 @@ def test_the_pixel_limit_is_exact_and_read_from_the_header(format: str) -> None:
 def test_the_default_limit_holds_before_anything_is_decoded() -> None:
     with pytest.raises(MediaTooLarge, match="more than the limit of 178956970 pixels"):
         decode(png_header(20_000, 14_000), LIMITS)
-    with pytest.raises(InvalidMedia, match="damaged|cut short"):  # under the limit, and nothing there
+    with pytest.raises(InvalidMedia, match=r"damaged|cut short"):  # under the limit, and nothing there
         decode(png_header(13_000, 13_000), LIMITS)
 
 
@@ -209,7 +210,7 @@ def test_cut_short_files_are_refused(format: str) -> None:
     data = encode(Image.fromarray(noise), format)
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
     for size in (12, 40, len(data) // 2, len(data) * 9 // 10):
-        with pytest.raises(InvalidMedia, match="damaged|cut short|no image"):
+        with pytest.raises(InvalidMedia, match=r"damaged|cut short|no image"):
             decode(data[:size], LIMITS)
 
 
@@ -248,7 +249,5 @@ def test_damage_gives_a_picture_or_a_declared_error(format: str, damage: list[tu
     data = bytearray(encode(corners(), format))
     for place, value in damage:
         data[place % len(data)] = value
-    try:
+    with contextlib.suppress(InvalidMedia):
         pixels(bytes(data), ImageLimits(max_pixels=1 << 22))
-    except InvalidMedia:
-        pass

@@ -175,7 +175,7 @@ def test_no_ipv6_address_is_reached_that_python_calls_not_global(address: ipaddr
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["{}", "{:#x}", "0{:o}"]))
 def test_an_address_as_one_number_is_never_dialled(number: int, spelling: str) -> None:
-    with pytest.raises(FetchRefused, match="unusual spelling|leads to"):
+    with pytest.raises(FetchRefused, match=r"unusual spelling|leads to"):
         POLICY.check_url(f"http://{spelling.format(number)}/")
 
 
