@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from app import __version__
 from app.calls import Deadline
-from app.chat import ChatWriter, ParsedChat, Usage, parse_chat, sampling_params
+from app.chat import ChatWriter, ParsedChat, Usage, media_options, parse_chat, sampling_params
 from app.detokenize import TextStream
 from app.intake import Body, parse, read_body
 from app.pipeline import Pipeline, Prepared
@@ -70,7 +70,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def chat_completions(http: Request) -> Response:
         deadline = Deadline(settings.timeout_s)
         request, parsed = await read_request(http, deadline)
-        prepared = await pipeline.prepare(parsed, deadline)
+        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
         answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
         if not request.stream:
             return Json(await answer.whole())
@@ -82,9 +82,9 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def render(http: Request) -> Response:
         start = time.perf_counter()
         deadline = Deadline(settings.timeout_s)
-        _, parsed = await read_request(http, deadline)
+        request, parsed = await read_request(http, deadline)
         intake_ms = (time.perf_counter() - start) * 1000
-        prepared = await pipeline.prepare(parsed, deadline)
+        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
         total_ms = (time.perf_counter() - start) * 1000
         timings = {
             "intake": round(intake_ms, 3),
@@ -213,6 +213,7 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
             "cached": entry.features.cached,
             "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
         }
+        | ({"previews": entry.media.previews} if entry.media.previews else {})
         for index, (entry, span) in enumerate(zip(prepared.items, prepared.spans, strict=True))
     ]
     return {

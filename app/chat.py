@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from app.intake import LongString
@@ -20,7 +20,7 @@ from app.protocol import (
     VideoPart,
 )
 from deployments.errors import InvalidRequest
-from deployments.types import Chat, Modality, SamplingParams
+from deployments.types import Chat, MediaOptions, Modality, SamplingParams
 
 _SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
 _MAX_DATA_HEADER = 1024  # bytes between "data:" and the comma
@@ -126,6 +126,20 @@ def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, Lo
             param,
         )
     return Item(param, modality, "url", url=url)
+
+
+def media_options(request: ChatRequest, defaults: MediaOptions) -> MediaOptions:
+    """`defaults`: as the model's processor wants. A request's `fps` takes the place of a default `num_frames`
+    and the other way round, so that a default never bounds what was asked for."""
+    image, video = request.media_io_kwargs.image, request.media_io_kwargs.video
+    options = replace(defaults, max_duration=video.max_duration, previews=request.previews)
+    if image.rgba_background_color:
+        red, green, blue = image.rgba_background_color
+        options = replace(options, background=(red, green, blue))
+    if video.num_frames is not None or video.fps is not None:
+        num_frames = video.num_frames if video.num_frames != -1 else None
+        options = replace(options, num_frames=num_frames, fps=video.fps if video.fps != -1 else None)
+    return options
 
 
 def sampling_params(request: ChatRequest, room: int, defaults: Mapping[str, Any]) -> SamplingParams:

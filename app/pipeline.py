@@ -19,6 +19,7 @@ from deployments.types import (
     Delta,
     InputSpec,
     Media,
+    MediaOptions,
     MediaSource,
     MMFeatures,
     Modality,
@@ -73,13 +74,13 @@ class Pipeline:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self.limits = stages.limits
+        self.media_options = stages.inputs.options
 
-    async def prepare(self, parsed: ParsedChat, deadline: Deadline) -> Prepared:
+    async def prepare(self, parsed: ParsedChat, options: MediaOptions, deadline: Deadline) -> Prepared:
         """Raises the first failure in input order: the prompt's, then the items'."""
         self._check_modalities(parsed.items)
-        results = await gather_all(
-            [self._encode(parsed, deadline), *(self._prepare_item(item, deadline) for item in parsed.items)]
-        )
+        pending = (self._prepare_item(item, options, deadline) for item in parsed.items)
+        results = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), items = results[0], results[1:]
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
         self._check_length(len(token_ids), items)
@@ -102,7 +103,7 @@ class Pipeline:
             on=ReplicaDied,
         )
 
-    async def _prepare_item(self, item: Item, deadline: Deadline) -> Any:
+    async def _prepare_item(self, item: Item, options: MediaOptions, deadline: Deadline) -> Any:
         """Load, then preprocess; a lost array means both once more."""
         source = await _source(item)
 
@@ -111,7 +112,7 @@ class Pipeline:
                 lambda: call(
                     self._stages.media.load,
                     source,
-                    self._stages.inputs.options,
+                    options,
                     deadline.left_s(),
                     stage="MediaLoader",
                     deadline=deadline,

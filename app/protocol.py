@@ -149,6 +149,42 @@ class _Unserved(ValueError):
         self.message, self.index = message, index
 
 
+class _MediaIO(_Wire):
+    """vLLM's settings of how media are decoded; what is not known here would change the answer unseen."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class ImageIO(_MediaIO):
+    image_mode: Literal["RGB"] = "RGB"
+    rgba_background_color: list[Annotated[int, Field(ge=0, le=255)]] | None = Field(
+        default=None, min_length=3, max_length=3
+    )
+
+
+class VideoIO(_MediaIO):
+    num_frames: int | None = Field(default=None, ge=-1)  # -1: all
+    fps: float | None = Field(default=None, ge=-1)  # -1: not by rate
+    max_duration: float | None = Field(default=None, gt=0)  # seconds
+
+    @field_validator("num_frames", "fps")
+    @classmethod
+    def _not_zero(cls, value: float) -> float:
+        if value == 0 or -1 < value < 0:
+            raise ValueError("must be greater than 0, or -1")
+        return value
+
+
+class AudioIO(_MediaIO):
+    pass
+
+
+class MediaIOKwargs(_MediaIO):
+    image: ImageIO = Field(default_factory=ImageIO)
+    audio: AudioIO = Field(default_factory=AudioIO)
+    video: VideoIO = Field(default_factory=VideoIO)
+
+
 class StreamOptions(_Wire):
     include_usage: bool = False
 
@@ -181,6 +217,8 @@ class ChatRequest(_Wire):
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None
+    media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
+    previews: bool = False  # of `render`: show what came out of decoding
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -22,6 +23,7 @@ from deployments.multimodal.decoding import Decoded
 from deployments.multimodal.fetch import Fetcher
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.image import PILLOW_MAX_PIXELS, ImageLimits
+from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
@@ -168,7 +170,7 @@ class MediaLoader:
         """`read` gives the encoded bytes, in the pool's thread as well."""
         cancelled = threading.Event()
         try:
-            (decoded, num_bytes, name), decode_ms = await self._pool.run(
+            (decoded, num_bytes, name, shown), decode_ms = await self._pool.run(
                 self._read_and_decode, read, source.modality, options, cancelled
             )
         finally:
@@ -185,24 +187,28 @@ class MediaLoader:
             mime=decoded.mime,
             service_ms=ms,
             video_metadata=decoded.video_metadata,
+            previews=shown,
         )
 
     def _read_and_decode(
         self, read: Callable[[], bytes], modality: Modality, options: MediaOptions, cancelled: threading.Event
-    ) -> tuple[Decoded, int, str]:
+    ) -> tuple[Decoded, int, str, list[str]]:
         data = read()
         config = self._config
-        shaping: tuple[object, ...] = ()
+        shaping: tuple[object, ...]
         match modality:
             case Modality.IMAGE:
-                decoded = image.decode(data, config.image, cancelled)
+                shaping = (options.background,)
+                decoded = image.decode(data, replace(config.image, background=options.background), cancelled)
             case Modality.AUDIO:
                 shaping = (options.sampling_rate,)
                 decoded = audio.decode(data, options.sampling_rate, config.audio, cancelled)
             case Modality.VIDEO:
-                shaping = (options.num_frames, options.fps)
-                decoded = video.decode(data, options.num_frames, options.fps, config.video, cancelled)
-        return decoded, len(data), digest(modality, data, *map(repr, shaping))
+                num_frames, fps, longest = options.num_frames, options.fps, options.max_duration
+                shaping = (num_frames, fps, longest)
+                decoded = video.decode(data, num_frames, fps, config.video, cancelled, longest)
+        shown = previews(modality, decoded.arrays, options.sampling_rate) if options.previews else []
+        return decoded, len(data), digest(modality, data, *map(repr, shaping)), shown
 
 
 def _read_file(url: str, root: str, max_bytes: int) -> bytes:

@@ -43,11 +43,16 @@ class MediaSource:
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """How the model's processor wants media decoded; `None` means that it does not say."""
+    """How media are to be decoded: as the model's processor wants, where the request does not say."""
 
     sampling_rate: int = 16000  # Hz, audio is resampled to it
     num_frames: int | None = None  # video: at most so many frames, uniform over the clip
     fps: float | None = None  # video: frames per second of the clip to keep
+    max_duration: float | None = (
+        None  # s; a longer video gets no more frames by `fps` than one of this length
+    )
+    background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
+    previews: bool = False  # whether `Media.previews` are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Media:
     mime: str  # by content, e.g. "image/png"
     service_ms: float = 0.0
     video_metadata: dict[str, Any] | None = None  # {"total_num_frames", "fps", "frames_indices", "duration"}
+    previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
     cached: bool = False
 
 

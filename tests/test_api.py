@@ -144,6 +144,24 @@ async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> N
     assert len({i["digest"] for i in body["items"]}) == 3
 
 
+async def test_previews_show_what_the_model_sees(api: httpx.AsyncClient) -> None:
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGBA", (20, 10), (255, 0, 0, 0)).save(buffer, "png")
+    clear = {"type": "image_url", "image_url": {"url": data_uri("image/png", buffer.getvalue())}}
+    background = {"image": {"rgba_background_color": [0, 0, 255]}}
+    document = chat(clear, previews=True, media_io_kwargs=background)
+    (item,) = (await api.post(f"{COMPLETIONS}/render", json=document)).json()["items"]
+    (uri,) = item["previews"]
+    shown = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    assert (shown.size, shown.getpixel((0, 0))) == ((20, 10), (0, 0, 255))
+    (item,) = (await api.post(f"{COMPLETIONS}/render", json=chat(clear))).json()["items"]
+    assert "previews" not in item
+
+
 async def test_usage_counts_the_tokens_of_media(api: httpx.AsyncClient) -> None:
     document = chat(png(), "what is this?")
     rendered = (await api.post(f"{COMPLETIONS}/render", json=document)).json()

@@ -1,10 +1,10 @@
 import pytest
 
-from app.chat import Item, Usage, parse_chat, sampling_params
+from app.chat import Item, Usage, media_options, parse_chat, sampling_params
 from app.intake import LongString
 from app.protocol import parse_chat_request
 from deployments.errors import InvalidRequest
-from deployments.types import Modality
+from deployments.types import MediaOptions, Modality
 
 
 def parsed(
@@ -120,3 +120,30 @@ def test_usage_tells_media_tokens_apart() -> None:
             "cached_tokens": 0,
         },
     }
+
+
+DEFAULTS = MediaOptions(sampling_rate=8000, num_frames=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, DEFAULTS),
+        ({"previews": True}, MediaOptions(8000, 8, previews=True)),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, MediaOptions(8000, 4)),
+        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, MediaOptions(8000, None)),
+        ({"media_io_kwargs": {"video": {"fps": 2}}}, MediaOptions(8000, None, 2)),
+        ({"media_io_kwargs": {"video": {"fps": 2, "num_frames": 5}}}, MediaOptions(8000, 5, 2)),
+        ({"media_io_kwargs": {"video": {"fps": -1, "num_frames": 32}}}, MediaOptions(8000, 32)),
+        ({"media_io_kwargs": {"video": {"max_duration": 3}}}, MediaOptions(8000, 8, max_duration=3)),
+        (
+            {"media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}}},
+            MediaOptions(8000, 8, background=(1, 2, 3)),
+        ),
+    ],
+)
+def test_what_a_request_says_of_decoding_takes_the_place_of_defaults(
+    fields: dict[str, object], expected: MediaOptions
+) -> None:
+    request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
+    assert media_options(request, DEFAULTS) == expected

@@ -124,3 +124,21 @@ def test_an_assistant_may_be_silent(content: object) -> None:
 )
 def test_the_smaller_token_limit_holds(limits: dict[str, int], expected: int | None) -> None:
     assert parse_chat_request(chat("hi", **limits)).token_limit() == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "param"),
+    [
+        ({"vidoe": {}}, "media_io_kwargs.vidoe"),
+        ({"video": {"frames": 8}}, "media_io_kwargs.video.frames"),
+        ({"video": {"num_frames": 0}}, "media_io_kwargs.video.num_frames"),
+        ({"video": {"fps": -0.5}}, "media_io_kwargs.video.fps"),
+        ({"video": {"max_duration": 0}}, "media_io_kwargs.video.max_duration"),
+        ({"image": {"image_mode": "L"}}, "media_io_kwargs.image.image_mode"),
+        ({"image": {"rgba_background_color": [0, 0]}}, "media_io_kwargs.image.rgba_background_color"),
+        ({"image": {"rgba_background_color": [0, 0, 256]}}, "media_io_kwargs.image.rgba_background_color[2]"),
+        ({"audio": {"x": 1}}, "media_io_kwargs.audio.x"),
+    ],
+)
+def test_wrong_settings_of_decoding_are_named(kwargs: object, param: str) -> None:
+    assert refusal(chat("hi", media_io_kwargs=kwargs)).param == param

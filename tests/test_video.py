@@ -443,3 +443,14 @@ def test_damage_gives_frames_or_a_declared_error(damage: list[tuple[int, int]]) 
     except InvalidMedia:
         return
     assert len(decoded.arrays["frames"]) == len(indices(decoded))
+
+
+@pytest.mark.parametrize(("longest", "count"), [(None, 10), (20.0, 10), (10.0, 10), (4.0, 4), (0.1, 1)])
+def test_a_long_clip_gets_no_more_frames_than_the_longest_one_wanted(
+    longest: float | None, count: int
+) -> None:
+    timeline = Timeline(list(range(100)), 100, Fraction(1, 10))
+    chosen = timeline.choose(None, 1.0, longest)
+    assert len(chosen) == count
+    assert chosen[0] == 0
+    assert count == 1 or chosen[-1] == 99

@@ -65,7 +65,9 @@ class Timeline:
         """Frames per second, on average."""
         return float(len(self.ticks) / (self.duration * self.tick))
 
-    def choose(self, num_frames: int | None, fps: float | None) -> list[int]:
+    def choose(
+        self, num_frames: int | None, fps: float | None, max_duration: float | None = None
+    ) -> list[int]:
         """Indices of the wanted frames, ascending; the first frame and (but for one alone) the last are in.
 
         With `fps`, the frames that are shown at uniform times; else uniform by number.
@@ -73,7 +75,8 @@ class Timeline:
         total = len(self.ticks)
         count = total if num_frames is None else min(num_frames, total)
         if fps is not None:
-            count = min(count, int(self.seconds * fps + 1e-3))
+            seconds = self.seconds if max_duration is None else min(self.seconds, max_duration)
+            count = min(count, int(seconds * fps + 1e-3))
         if count <= 1:
             return [0]
         if fps is None:
@@ -101,6 +104,7 @@ class Timeline:
 class _Sampling:
     num_frames: int | None
     fps: float | None
+    max_duration: float | None
     limits: VideoLimits
     cancelled: threading.Event | None
 
@@ -126,7 +130,7 @@ class _Sampling:
         if timeline.seconds > self.limits.max_seconds:
             limit = self.limits.max_seconds
             raise MediaTooLarge(f"The video is longer than the limit of {limit:g} s. Cut it.")
-        indices = timeline.choose(self.num_frames, self.fps)
+        indices = timeline.choose(self.num_frames, self.fps, self.max_duration)
         if len(indices) * width * height * 3 > self.limits.max_decoded_bytes:
             raise MediaTooLarge(
                 f"{len(indices)} frames of {width}x{height} are more than the limit of"
@@ -141,17 +145,19 @@ def decode(
     fps: float | None,
     limits: VideoLimits,
     cancelled: threading.Event | None = None,
+    max_duration: float | None = None,
 ) -> Decoded:
     """{"frames": uint8[T, H, W, 3]}, uniform over the clip from its first frame to its last.
 
     `num_frames` bounds T, `fps` is how many frames to keep of each second; with both the smaller counts, with
-    neither all frames are taken. T is at least one and never more than the clip has.
+    neither all frames are taken; `fps` gives a clip longer than `max_duration` seconds no more frames than
+    one of that length. T is at least one and never more than the clip has.
     `info` has duration_s, fps (of the clip, on average), num_frames (T), frame_indices, width and height.
     `video_metadata` is what Hugging Face's video processors take, see Timeline.metadata.
     Raises UnsupportedMedia, InvalidMedia (damaged), and MediaTooLarge: before anything is decoded where the
     packets tell.
     """
-    sampling = _Sampling(num_frames, fps, limits, cancelled)
+    sampling = _Sampling(num_frames, fps, max_duration, limits, cancelled)
     read = _read_animation if data[:4] in _ANIMATIONS and data[8:12] != b"AVI " else _read_container
     timeline, indices, frames, mime = read(data, sampling)
     height, width = frames.shape[1:3]
