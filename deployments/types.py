@@ -48,9 +48,7 @@ class MediaOptions:
     sampling_rate: int = 16000  # Hz, audio is resampled to it
     num_frames: int | None = None  # video: at most so many frames, uniform over the clip
     fps: float | None = None  # video: frames per second of the clip to keep
-    max_duration: float | None = (
-        None  # s; a longer video gets no more frames by `fps` than one of this length
-    )
+    max_duration: float | None = None  # s; by `fps`, a longer video gets no more frames than one so long
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
 

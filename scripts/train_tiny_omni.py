@@ -820,7 +820,8 @@ def train_encoders(
             for index in rng.integers(len(pool[modality]), size=ENCODER_BATCH[modality]):
                 items.append(augmented(rng, pool[modality][index]))
         loss, right = heads(items, encode(model, items))
-        descent.step(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        descent.step()
         if step % 50 == 0 or step == steps - 1:
             log.info("encoders %d/%d loss %.3f %s", step, steps, loss.item(), _percent(right))
         if step % 200 == 199 or step == steps - 1:
@@ -875,10 +876,8 @@ class Descent:
         return min((self.done + 1) / warm, 1.0, max(0.01, 1.25 * (1 - self.done / self.steps)))
 
     @torch.no_grad()
-    def step(self, loss: Tensor) -> None:
-        """One step down the gradient of `loss`."""
-        with torch.enable_grad():
-            loss.backward()  # type: ignore[no-untyped-call]
+    def step(self) -> None:
+        """One step down the gradient that the parameters hold, which is used up."""
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.adam.step()
         for parameters, rate in self.matrices:
@@ -952,9 +951,13 @@ class Example:
 
 
 def make_example(
-    processor: Qwen2_5OmniProcessor, talk: Conversation, pool: Pool, rng: Generator | None = None
+    processor: Qwen2_5OmniProcessor,
+    talk: Conversation,
+    pool: Pool,
+    rng: Generator | None = None,
+    pooled: int = 0,
 ) -> Example:
-    """Tokenize a conversation and lay out its items.
+    """Tokenize a conversation and lay out its items, each in at most `pooled` tokens unless that is 0.
 
     `rng` varies the clock of the clips now and then: a server may not know it.
     """
@@ -982,10 +985,11 @@ def make_example(
             continue
         modality, key = next(items)
         item = pool[modality][key.index]
-        rows.append(np.full(item.num_tokens, token))
-        marks.append(np.zeros(item.num_tokens, np.int64))
-        if modality == "audio":
-            span = np.broadcast_to(np.arange(item.num_tokens), (3, item.num_tokens))
+        num_tokens = min(item.num_tokens, pooled or item.num_tokens)
+        rows.append(np.full(num_tokens, token))
+        marks.append(np.zeros(num_tokens, np.int64))
+        if modality == "audio" or pooled:
+            span = np.broadcast_to(np.arange(num_tokens), (3, num_tokens))
         else:
             seconds = float(rng.uniform(0.1, 3.0)) if rng is not None and rng.random() < 0.2 else item.seconds
             span = np.indices((item.grid[0], item.grid[1] // MERGE, item.grid[2] // MERGE)).reshape(3, -1)
@@ -1032,35 +1036,34 @@ def curriculum(progress: float) -> NDArray[np.float64]:
     return shares
 
 
-class Conversations(torch.utils.data.IterableDataset[list[Example]]):
-    """Batches of examples of about the same length, each of at most `budget` tokens with the padding."""
+class Conversations(torch.utils.data.IterableDataset[list[list[Example]]]):
+    """Steps of `stage.conversations` examples each, in batches of about the same length.
 
-    def __init__(self, pool: Pool, steps: int, budget: int, seed: int, start: float, mirrored: bool) -> None:
-        self.pool, self.steps, self.budget, self.seed = pool, steps, budget, seed
-        self.start, self.mirrored = start, mirrored
+    A step always has conversations of every kind: Muon's steps are equally long whatever the loss, so a step
+    on what is known already would only shake the weights.
+    """
 
-    def __iter__(self) -> Iterator[list[Example]]:
-        processor, rng = make_processor(), np.random.default_rng(self.seed)
-        draw = pool_draw(self.pool, self.mirrored)
-        done = 0
-        while done < self.steps:
-            shares = curriculum(self.start + (1 - self.start) * done / self.steps)
+    def __init__(self, pool: Pool, stage: "Stage") -> None:
+        self.pool, self.stage = pool, stage
+
+    def __iter__(self) -> Iterator[list[list[Example]]]:
+        stage, processor, rng = self.stage, make_processor(), np.random.default_rng(self.stage.seed)
+        draw = pool_draw(self.pool, mirrored=stage.encoder_rate > 0)
+        for step in range(stage.steps):
+            shares = curriculum(stage.start + (stage.stop - stage.start) * step / stage.steps)
             examples = []
-            for _ in range(320):
-                if rng.random() < 0.12:
+            for _ in range(stage.conversations):
+                if rng.random() < 0.1:
                     talk = make_small_talk(rng)
                 else:
                     talk = make_conversation(rng, draw, int(rng.choice(20, p=shares)) + 1)
-                examples.append(make_example(processor, talk, self.pool, rng))
-            batches = list(self._batches(sorted(examples, key=lambda e: len(e.ids))))
-            for at in rng.permutation(len(batches)):
-                yield batches[at]
-                done += 1
+                examples.append(make_example(processor, talk, self.pool, rng, stage.pooled))
+            yield list(self._batches(sorted(examples, key=lambda e: len(e.ids))))
 
     def _batches(self, examples: list[Example]) -> Iterator[list[Example]]:
         batch: list[Example] = []
         for example in examples:
-            if batch and len(example.ids) * (len(batch) + 1) > self.budget:
+            if batch and len(example.ids) * (len(batch) + 1) > 3000:
                 yield batch
                 batch = []
             batch.append(example)
@@ -1071,7 +1074,7 @@ Embed = Callable[[Sequence[Key]], list[Tensor]]  # -> embeddings (num_tokens, hi
 
 
 def answer_logits(
-    model: Qwen2_5OmniThinkerForConditionalGeneration, batch: Sequence[Example], embed: Embed
+    model: Qwen2_5OmniThinkerForConditionalGeneration, batch: Sequence[Example], embed: Embed, pooled: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (N, vocab), token ids (N,) and target marks (N,) of every token to be predicted in the batch."""
     longest = max(len(example.ids) for example in batch)
@@ -1090,7 +1093,10 @@ def answer_logits(
         is_item = (
             (ids == config.image_token_id) | (ids == config.audio_token_id) | (ids == config.video_token_id)
         )
-        embeddings = embeddings.masked_scatter(is_item[..., None], torch.cat(embed(keys)))
+        items = embed(keys)
+        if pooled:
+            items = [F.adaptive_avg_pool1d(item.T, min(len(item), pooled)).T for item in items]
+        embeddings = embeddings.masked_scatter(is_item[..., None], torch.cat(items))
     # Padding is on the right, where causal attention never looks: no mask is needed.
     hidden = model.model.language_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False)[0]
     wanted = marks[:, 1:] > 0
@@ -1136,6 +1142,7 @@ def exact_shares(
     pool: Pool,
     embed: Embed,
     per_suite: int,
+    pooled: int = 0,
 ) -> dict[str, float]:
     """Share of conversations whose last answer is right in every token.
 
@@ -1146,8 +1153,9 @@ def exact_shares(
         rng = np.random.default_rng(7)
         right = []
         for _ in range(0, per_suite, 20):
-            batch = [make_example(processor, suite(rng, pool_draw(pool)), pool) for _ in range(20)]
-            logits, ids, marks = answer_logits(model, batch, embed)
+            talks = [suite(rng, pool_draw(pool)) for _ in range(20)]
+            batch = [make_example(processor, talk, pool, pooled=pooled) for talk in talks]
+            logits, ids, marks = answer_logits(model, batch, embed, pooled)
             counts = [int((e.targets > 0).sum()) for e in batch]
             wrong = (logits.argmax(-1) != ids) & (marks == 2)
             right += [not bool(part.any()) for part in torch.split(wrong, counts)]
@@ -1179,14 +1187,17 @@ class Stage:
     rate: float  # of the matrices of the language model
     encoder_rate: float = 0.0  # of the encoders; 0 keeps them frozen, and their output in memory
     start: float = 0.0  # where in the curriculum it begins
-    budget: int = 5000  # tokens in a batch
+    stop: float = 1.0  # and ends
+    pooled: int = 0  # tokens that an item is averaged to; 0 for all of them
+    conversations: int = 48  # in a step
     seed: int = 2
 
 
 POOL_SIZES: dict[Modality, int] = {"image": 7000, "audio": 4000, "video": 5000}
 STAGES = (
-    Stage(steps=1500, rate=0.02),
-    Stage(steps=500, rate=0.004, encoder_rate=0.003, start=0.6, budget=4000, seed=3),
+    Stage(steps=900, rate=0.01, pooled=2),
+    Stage(steps=500, rate=0.01, start=0.5, seed=3),
+    Stage(steps=400, rate=0.004, encoder_rate=0.003, start=0.6, seed=4),
 )
 
 
@@ -1205,21 +1216,27 @@ def train_conversations(
     descent = Descent(groups, stage.steps)
     embeddings = live_embeddings if stage.encoder_rate else cached_embeddings
     embed, embed_held_out = embeddings(model, pool), embeddings(model, held_out)
-    data = Conversations(
-        pool, stage.steps, stage.budget, stage.seed, stage.start, mirrored=stage.encoder_rate > 0
+    loader = torch.utils.data.DataLoader(
+        Conversations(pool, stage), batch_size=None, num_workers=1, prefetch_factor=16
     )
-    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=16)
     clock, tokens = time.monotonic(), 0
-    for step, batch in zip(range(stage.steps), loader, strict=False):
-        logits, ids, _ = answer_logits(model, batch, embed)
-        loss = F.cross_entropy(logits, ids)
-        descent.step(loss)
-        tokens += sum(len(example.ids) for example in batch)
+    for step, batches in enumerate(loader):
+        num_targets = sum(int((example.targets > 0).sum()) for batch in batches for example in batch)
+        total = 0.0
+        for batch in batches:
+            logits, ids, _ = answer_logits(model, batch, embed, stage.pooled)
+            loss = F.cross_entropy(logits, ids, reduction="sum") / num_targets
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        descent.step()
+        tokens += sum(len(example.ids) for batch in batches for example in batch)
         if step % 50 == 0 or step == stage.steps - 1:
             rate = tokens / (time.monotonic() - clock)
-            log.info("conversations %d/%d loss %.4f, %.0f tokens/s", step, stage.steps, loss.item(), rate)
+            log.info("conversations %d/%d loss %.4f, %.0f tokens/s", step, stage.steps, total, rate)
         if step % 250 == 249 or step == stage.steps - 1:
-            for name, share in exact_shares(model, processor, held_out, embed_held_out, 40).items():
+            for name, share in exact_shares(
+                model, processor, held_out, embed_held_out, 40, stage.pooled
+            ).items():
                 log.info("  unseen: %5.1f%% %s", 100 * share, name)
 
 
