@@ -8,6 +8,7 @@ import threading
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.errors import StageTimeout
+from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal.embeds import load_embeds
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
@@ -26,6 +27,7 @@ class EmbeddingLoader:
     """Loads run side by side in the pool's threads; nothing is shared between them."""
 
     def __init__(self, config: EmbeddingsConfig) -> None:
+        log_refusals_in_one_line()
         self._max_bytes = config.max_bytes
         self._pool = WorkPool(config.threads, config.niceness)
 

@@ -17,6 +17,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
+from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
 from deployments.multimodal.decoding import Decoded
@@ -103,6 +104,7 @@ class MediaLoader:
     """Fetches and decodes one item at a time; concurrent requests for one URL share the work."""
 
     def __init__(self, config: MediaConfig) -> None:
+        log_refusals_in_one_line()
         # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.checkpoint import DTypeName, load_model
 from deployments.engine.base import Engine, EngineItem
 from deployments.errors import PromptTooLong, ServingError
+from deployments.logs import log_refusals_in_one_line
 from deployments.payload import unpack
 from deployments.types import Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
 
@@ -34,6 +35,7 @@ class Model:
     """Owns the engine, which owns the device."""
 
     def __init__(self, config: ModelConfig) -> None:
+        log_refusals_in_one_line()
         self._engine = _load_engine(config)
 
     async def generate(

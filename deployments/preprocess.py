@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.checkpoint import load_processor, placeholders_of
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageTimeout, UnsupportedMedia
+from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
@@ -41,6 +42,7 @@ class MMPreprocessor:
     """Runs the checkpoint's processor over one item at a time."""
 
     def __init__(self, config: PreprocessConfig) -> None:
+        log_refusals_in_one_line()
         import torch
 
         torch.set_num_threads(config.torch_threads)

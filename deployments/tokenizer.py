@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
+from deployments.logs import log_refusals_in_one_line
 from deployments.pool import WorkPool
 from deployments.types import Chat, Modality, Prompt, TokenizerSpec
 
@@ -28,6 +29,7 @@ class Tokenizer:
     """Renders the checkpoint's chat template and encodes it."""
 
     def __init__(self, config: TokenizerConfig) -> None:
+        log_refusals_in_one_line()
         self._pool = WorkPool(config.threads, config.niceness)
         # Fast tokenizers must not be used from several threads at once: each call borrows one.
         self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()

@@ -1,0 +1,42 @@
+import logging
+
+import pytest
+
+from deployments.errors import FetchFailed, InvalidMedia
+from deployments.logs import log_refusals_in_one_line
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    logger = logging.getLogger("ray.serve")
+    before = list(logger.filters)
+    yield
+    logger.filters[:] = before
+
+
+def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    log_refusals_in_one_line()
+    log_refusals_in_one_line()
+    try:
+        raise error
+    except type(error):
+        logging.getLogger("ray.serve").exception("Request failed.")
+    (record,) = caplog.records
+    return record
+
+
+def test_a_clients_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    record = logged(InvalidMedia("The image is damaged."), caplog)
+    assert record.getMessage() == "refused with 422: The image is damaged."
+    assert record.levelname == "INFO"
+    assert record.exc_info is None
+
+
+@pytest.mark.parametrize("error", [FetchFailed("unreachable"), KeyError("a bug")])
+def test_what_is_not_the_clients_keeps_its_traceback(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = logged(error, caplog)
+    assert record.getMessage() == "Request failed."
+    assert record.levelname == "ERROR"
+    assert record.exc_info is not None
