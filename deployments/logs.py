@@ -8,7 +8,7 @@ from deployments.errors import ServingError
 
 
 def log_refusals_in_one_line() -> None:
-    """Call it once in each process of a stage: Serve logs whatever a call raises as an error of the server."""
+    """Call it in each process of a stage: Serve logs whatever a call raises as an error of the server."""
     logger = logging.getLogger("ray.serve")
     if not any(isinstance(present, _Refusals) for present in logger.filters):
         logger.addFilter(_Refusals())
