@@ -1195,9 +1195,9 @@ class Stage:
 
 POOL_SIZES: dict[Modality, int] = {"image": 7000, "audio": 4000, "video": 5000}
 STAGES = (
-    Stage(steps=900, rate=0.01, pooled=2),
+    Stage(steps=1100, rate=0.01, pooled=2),
     Stage(steps=500, rate=0.01, start=0.5, seed=3),
-    Stage(steps=400, rate=0.004, encoder_rate=0.003, start=0.6, seed=4),
+    Stage(steps=600, rate=0.004, encoder_rate=0.003, start=0.6, seed=4),
 )
 
 
