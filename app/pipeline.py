@@ -12,7 +12,7 @@ import numpy as np
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
-from deployments.errors import PromptTooLong, ServingError, UnsupportedMedia
+from deployments.errors import InvalidMedia, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
 from deployments.payload import pack
 from deployments.types import (
@@ -108,27 +108,8 @@ class Pipeline:
         source = await _source(item)
 
         async def load_and_process() -> PreparedItem:
-            media, load = await once_more(
-                lambda: call(
-                    self._stages.media.load,
-                    source,
-                    options,
-                    deadline.left_s(),
-                    stage="MediaLoader",
-                    deadline=deadline,
-                ),
-                on=ReplicaDied,
-            )
-            features, process = await once_more(
-                lambda: call(
-                    self._stages.preprocessor.process,
-                    media,
-                    deadline.left_s(),
-                    stage="MMPreprocessor",
-                    deadline=deadline,
-                ),
-                on=ReplicaDied,
-            )
+            media, load = await self._load(source, options, deadline)
+            features, process = await self._process(media, deadline)
             return PreparedItem(item, media, features, {"load": load, "preprocess": process})
 
         try:
@@ -136,6 +117,25 @@ class Pipeline:
         except ServingError as error:
             error.param = error.param or item.param
             raise
+
+    async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
+        load = self._stages.media.load
+        try:
+            return await once_more(
+                lambda: call(
+                    load, source, options, deadline.left_s(), stage="MediaLoader", deadline=deadline
+                ),
+                on=ReplicaDied,
+            )
+        except ReplicaDied:  # twice: a file that crashes its decoder
+            raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
+
+    async def _process(self, media: Media, deadline: Deadline) -> Any:
+        process = self._stages.preprocessor.process
+        return await once_more(
+            lambda: call(process, media, deadline.left_s(), stage="MMPreprocessor", deadline=deadline),
+            on=ReplicaDied,
+        )
 
     def _check_modalities(self, items: list[Item]) -> None:
         for item in items:

@@ -1,0 +1,96 @@
+"""The fan-out over the real stages in local mode, with one of them replaced where only a fault shows."""
+
+import numpy as np
+import pytest
+from local_graph import LocalGraph, local
+from ray.exceptions import ActorDiedError, OwnerDiedError
+
+from app.calls import Deadline
+from app.chat import Item, ParsedChat
+from app.config import AppConfig
+from deployments.errors import InvalidMedia, ServingError, StageUnavailable
+from deployments.media import MediaLoader
+from deployments.preprocess import MMPreprocessor
+from deployments.types import Chat, Media, MMFeatures, Modality
+
+
+@pytest.fixture(scope="module")
+def graph() -> LocalGraph:
+    return LocalGraph(AppConfig())
+
+
+def parsed(*shades: int) -> ParsedChat:
+    """One image for each shade, as a tiny BMP, percent-encoded."""
+    items = []
+    for i, shade in enumerate(shades):
+        header = (
+            "424d3a0000000000000036000000280000000100000001000000010018000000000004000000130b0000130b0000"
+        )
+        bmp = bytes.fromhex(header + "00" * 8 + f"{shade:02x}" * 3 + "00")
+        data = "".join(f"%{byte:02x}" for byte in bmp).encode()
+        items.append(Item(f"messages[0].content[{i}]", Modality.IMAGE, "data", header="image/bmp", data=data))
+    content = [{"type": "image"} for _ in items]
+    return ParsedChat(Chat([{"role": "user", "content": content}]), items)
+
+
+class DyingLoader(MediaLoader):
+    """Stands for a replica that a file kills: in local mode no process can die."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(AppConfig().media)
+        self._times = times
+
+    async def load(self, *args: object) -> Media:  # type: ignore[override]
+        if self._times:
+            self._times -= 1
+            raise ActorDiedError
+        return await super().load(*args)  # type: ignore[arg-type]
+
+
+class ForgetfulPreprocessor(MMPreprocessor):
+    """Stands for one whose input went with the process that owned it."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(AppConfig().preprocess)
+        self._times = times
+
+    async def process(self, media: Media, timeout_s: float) -> MMFeatures:
+        if self._times:
+            self._times -= 1
+            raise OwnerDiedError("00" * 28, None, "")
+        return await super().process(media, timeout_s)
+
+
+async def prepare(graph: LocalGraph, chat: ParsedChat, **replaced: object):
+    pipeline = await graph.pipeline(**replaced)
+    return await pipeline.prepare(chat, pipeline.media_options, Deadline(30))
+
+
+async def test_features_come_back_in_the_order_of_the_items(graph: LocalGraph) -> None:
+    prepared = await prepare(graph, parsed(0, 255, 0))
+    digests = [features.digest for features in prepared.features]
+    assert digests[0] == digests[2] != digests[1]
+    assert np.all(np.diff([span.offset for span in prepared.spans]) > 0)
+
+
+async def test_a_dead_loader_is_tried_once_more(graph: LocalGraph) -> None:
+    prepared = await prepare(graph, parsed(7), media=local(DyingLoader, 1))
+    assert prepared.items[0].media.info["width"] == 1
+
+
+async def test_a_file_that_kills_two_loaders_is_the_clients_error(graph: LocalGraph) -> None:
+    with pytest.raises(InvalidMedia, match="failed twice") as caught:
+        await prepare(graph, parsed(7), media=local(DyingLoader, 2))
+    assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_a_lost_array_is_loaded_again(graph: LocalGraph) -> None:
+    prepared = await prepare(graph, parsed(7), preprocessor=local(ForgetfulPreprocessor, 1))
+    assert prepared.items[0].features.num_tokens > 0
+
+
+async def test_an_array_lost_twice_is_the_servers_error(graph: LocalGraph) -> None:
+    with pytest.raises(StageUnavailable, match="lost an input") as caught:
+        await prepare(graph, parsed(7), preprocessor=local(ForgetfulPreprocessor, 2))
+    assert isinstance(caught.value, ServingError)
+    assert caught.value.param == "messages[0].content[0]"
