@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,21 @@ def main() -> int:
         text=True,
         process_group=0,  # a terminal's Ctrl-C comes to us alone, and to `serve run` once, through `stop`
     )
+    stopping = threading.Event()
+
+    def stop(*_: object) -> None:
+        """`serve run` shuts down cleanly, HAProxy included, on SIGINT alone."""
+        if not stopping.is_set() and server.poll() is None:
+            stopping.set()
+            print("Stopping Headrace ...", flush=True)
+            server.send_signal(signal.SIGINT)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop(server))
+        signal.signal(number, stop)
     threading.Thread(target=announce, args=(server, url), daemon=True).start()
     assert server.stdout is not None
-    relay(server.stdout, args.verbose, lambda: stop(server))
+    # Once it stops, the stages' complaints about each other's absence are of no use to anybody.
+    relay((line for line in server.stdout if args.verbose or not stopping.is_set()), args.verbose, stop)
     return server.wait()
 
 
@@ -121,7 +131,7 @@ def announce(server: subprocess.Popen[str], url: str) -> None:
             time.sleep(0.2)
 
 
-def relay(lines: Iterable[str], verbose: bool, give_up: Any) -> None:
+def relay(lines: Iterable[str], verbose: bool, give_up: Callable[[], object]) -> None:
     """Passes on what a person should see, until the server ends."""
     showing = False
     for line in lines:
@@ -134,13 +144,6 @@ def relay(lines: Iterable[str], verbose: bool, give_up: Any) -> None:
         if _DEPLOY_FAILED.search(plain):
             print("Headrace cannot start: see above for the reason.", file=sys.stderr, flush=True)
             give_up()
-
-
-def stop(server: subprocess.Popen[str]) -> None:
-    """`serve run` shuts down cleanly, HAProxy included, on SIGINT alone."""
-    if server.poll() is None:
-        print("Stopping Headrace ...", flush=True)
-        server.send_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":
