@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from app import __version__
 from app.calls import Deadline
-from app.chat import ChatWriter, ParsedChat, Usage, media_options, parse_chat, sampling_params
+from app.chat import ChatWriter, ParsedChat, Usage, check_short, media_options, parse_chat, sampling_params
 from app.detokenize import TextStream
 from app.intake import Body, parse, read_body
 from app.pipeline import Pipeline, Prepared
@@ -47,7 +47,7 @@ class Json(Response):
 
 
 def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
-    app = FastAPI(title="Headrace", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False)
     started = int(time.time())
     model_card = {
         "id": settings.model_name,
@@ -60,6 +60,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def read_request(http: Request, deadline: Deadline) -> tuple[ChatRequest, ParsedChat]:
         body = await _body(http, settings.max_body_bytes, deadline)
         request = parse_chat_request(parse(body))
+        check_short(request, body.strings)
         if request.model not in (None, settings.model_name):
             raise ModelNotFound(
                 f"The model {request.model!r} is not served here; it is {settings.model_name!r}.", "model"
@@ -105,7 +106,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
             )
         return Json(model_card)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         reason = unready()
         return Json({"status": "ok"}) if reason is None else Json({"status": reason}, 503)
@@ -121,7 +122,8 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> Response:
         message = f"{http.method} {http.url.path}: {error.detail}."
-        return Json(error_envelope(message, "invalid_request_error", None, None), error.status_code)
+        envelope = error_envelope(message, "invalid_request_error", None, None)
+        return Json(envelope, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def bug(http: Request, error: Exception) -> Response:
@@ -210,7 +212,7 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
                 name: {"shape": shape, "dtype": dtype}
                 for name, (shape, dtype) in entry.features.shapes.items()
             },
-            "cached": entry.features.cached,
+            "cached": entry.media.cached or entry.features.cached,
             "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
         }
         | ({"previews": entry.media.previews} if entry.media.previews else {})

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
@@ -133,9 +134,12 @@ def _translated(response: Any, stage: str, deadline: Deadline) -> Iterator[None]
         response.cancel()
         if isinstance(error, TimeoutError):
             raise deadline.passed(stage) from None
-        if isinstance(error, (RayError, BackPressureError, DeploymentUnavailableError)):
+        if isinstance(error, _FOREIGN):
             raise _mapped(error, stage) from error
         raise
+
+
+_FOREIGN = (RayError, BackPressureError, DeploymentUnavailableError, grpc.RpcError)
 
 
 def _mapped(error: Exception, stage: str) -> Exception:
@@ -151,6 +155,8 @@ def _mapped(error: Exception, stage: str) -> Exception:
         case ObjectLostError():
             return InputLost(f"{stage} lost an input of the request. Try again.")
         case RayActorError() | DeploymentUnavailableError():
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+        case grpc.aio.AioRpcError() if cause.code() == grpc.StatusCode.UNAVAILABLE:
             return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
         case TaskCancelledError():
             return StageUnavailable(f"{stage} was stopped during the request. Try again.")

@@ -48,6 +48,15 @@ class ParsedChat:
     chat: Chat
     items: list[Item]  # in the order in which the user wrote them, across messages and modalities
 
+    @property
+    def num_text_bytes(self) -> int:
+        """UTF-8 bytes of all texts together."""
+        contents: list[Any] = [message["content"] for message in self.chat.messages]
+        texts: list[str] = [content for content in contents if isinstance(content, str)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        texts += [part["text"] for part in parts if part["type"] == "text"]
+        return sum(len(text.encode()) for text in texts)
+
 
 def parse_chat(
     request: ChatRequest, strings: Mapping[str, LongString], limits: Mapping[Modality, int] | None = None
@@ -73,6 +82,14 @@ def parse_chat(
         messages.append({"role": message.role, "content": content})
     _check_counts(items, limits or {})
     return ParsedChat(Chat(messages), items)
+
+
+def check_short(request: ChatRequest, strings: Mapping[str, LongString]) -> None:
+    """Raises InvalidRequest for a long string that the intake moved out where only short ones make sense."""
+    if request.model in strings:
+        raise InvalidRequest("model is too long.", "model")
+    if any(stop in strings for stop in request.stop):
+        raise InvalidRequest("stop is too long.", "stop")
 
 
 def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None:
@@ -114,7 +131,7 @@ def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, Lo
         header, comma, _ = head[5:].partition(b",")
         if not comma:
             raise InvalidRequest(
-                f"{param}: this data: URI has no comma between its type and its data.", param
+                f"{param}: this data: URI has no comma within 1 KiB of its beginning.", param
             )
         start = 5 + len(header) + 1
         data = long.tail(start) if long else url.encode()[start:]

@@ -36,9 +36,7 @@ class Ingress:
             embeddings.ready.remote(),
         )
         self._settings = settings
-        # Token ids hold no reference to the object store, so they may take the quicker way: gRPC.
-        tokenizer = tokenizer.options(_by_reference=False)
-        self._pipeline = Pipeline(Stages(tokenizer, media, preprocessor, model, inputs, limits))
+        self._pipeline = Pipeline(Stages(tokenizer, media, preprocessor, model, text, inputs, limits))
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
         # What start-up left behind lives as long as the replica: no collection need walk it again.

@@ -26,7 +26,11 @@ from deployments.types import (
     ModelSpec,
     Prompt,
     SamplingParams,
+    TokenizerSpec,
 )
+
+# gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
+_GRPC_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Stages:
     media: Any
     preprocessor: Any
     model: Any
+    text: TokenizerSpec
     inputs: InputSpec
     limits: ModelSpec
 
@@ -79,6 +84,7 @@ class Pipeline:
     async def prepare(self, parsed: ParsedChat, options: MediaOptions, deadline: Deadline) -> Prepared:
         """Raises the first failure in input order: the prompt's, then the items'."""
         self._check_modalities(parsed.items)
+        self._check_text(parsed.num_text_bytes)
         pending = (self._prepare_item(item, options, deadline) for item in parsed.items)
         results = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), items = results[0], results[1:]
@@ -90,17 +96,20 @@ class Pipeline:
         self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
     ) -> AsyncGenerator[Delta]:
         """Closing the iterator ends the generation in the model's stage."""
-        # gRPC is quicker, but references to the object store must not travel in its messages.
-        by_reference = any(features.payload.ref is not None for features in prepared.features)
+        num_bytes = 8 * len(prepared.prompt.token_ids)
+        num_bytes += sum(features.payload.nbytes for features in prepared.features)
+        has_references = any(features.payload.ref is not None for features in prepared.features)
+        by_reference = has_references or num_bytes > _GRPC_BYTES
         generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate
         return stream(
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )
 
     async def _encode(self, parsed: ParsedChat, deadline: Deadline) -> Any:
+        by_reference = parsed.num_text_bytes > _GRPC_BYTES // 8  # the answer has up to an id for each byte
+        encode = self._stages.tokenizer.options(_by_reference=by_reference).encode
         return await once_more(
-            lambda: call(self._stages.tokenizer.encode, parsed.chat, stage="Tokenizer", deadline=deadline),
-            on=ReplicaDied,
+            lambda: call(encode, parsed.chat, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
 
     async def _prepare_item(self, item: Item, options: MediaOptions, deadline: Deadline) -> Any:
@@ -144,6 +153,17 @@ class Pipeline:
                 raise UnsupportedMedia(
                     f"{item.param}: this model takes no {item.modality}; it takes {takes}.", item.param
                 )
+
+    def _check_text(self, num_bytes: int) -> None:
+        """What can not fit is not encoded first: it would hold up everybody's prompts."""
+        limit = self.limits.max_model_len
+        most = limit * self._stages.text.max_token_length
+        if num_bytes > most:
+            raise PromptTooLong(
+                f"The text has {num_bytes} bytes; the model's context of {limit} tokens holds at most {most}."
+                " Send less.",
+                "messages",
+            )
 
     def _check_length(self, num_tokens: int, items: list[PreparedItem]) -> None:
         limit = self.limits.max_model_len

@@ -6,6 +6,7 @@ an error that names the field. Nothing here knows Ray or the stages.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic import (
 from deployments.errors import InvalidRequest
 
 MAX_STOPS = 4
+MAX_PARTS = 8192  # messages and parts of a request together
 PART_TYPES = ("text", "image_url", "input_audio", "audio_url", "video_url")
 _EMBEDS = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds")
 _UNION = "union:"  # marks a union's tag in an error's location, so that it can be left out again
@@ -81,8 +83,10 @@ def _part_tag(part: Any) -> str | None:
         return _UNION + "text"
     if not isinstance(part, dict):
         return None
-    kind = part.get("type") or next((key for key in PART_TYPES if key in part), None)
-    return _UNION + kind if kind in PART_TYPES else None
+    kind = part.get("type")
+    if kind is None:
+        kind = next((key for key in PART_TYPES if key in part), None)
+    return _UNION + kind if isinstance(kind, str) and kind in PART_TYPES else None
 
 
 ContentPart = Annotated[
@@ -164,7 +168,7 @@ class ImageIO(_MediaIO):
 
 class VideoIO(_MediaIO):
     num_frames: int | None = Field(default=None, ge=-1)  # -1: all
-    fps: float | None = Field(default=None, ge=-1)  # -1: not by rate
+    fps: float | None = Field(default=None, ge=-1, le=1000)  # -1: not by rate
     max_duration: float | None = Field(default=None, gt=0)  # seconds
 
     @field_validator("num_frames", "fps")
@@ -195,12 +199,21 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "best_of": (1,),
+    "top_k": (0, -1),
+    "min_p": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 
@@ -231,7 +244,8 @@ class ChatRequest(_Wire):
         for field, values in _ONLY.items() if isinstance(data, dict) else ():
             value = data.get(field)
             if value is not None and not any(value == v and type(value) is type(v) for v in values):
-                raise _NotOffered(f"{field} is not supported here other than as {values[0]!r}", field)
+                only = json.dumps(values[0])
+                raise _NotOffered(f"{field} is not supported here other than as {only}", field)
         return data
 
     def token_limit(self) -> int | None:
@@ -247,10 +261,22 @@ class _NotOffered(ValueError):
 
 def parse_chat_request(document: Any) -> ChatRequest:
     """Raises InvalidRequest naming the first wrong field: `messages[0].content[2].image_url.url`."""
+    _check_size(document)
     try:
         return ChatRequest.model_validate(document)
     except ValidationError as error:
         raise _first_error(error) from None
+
+
+def _check_size(document: Any) -> None:
+    """Validation runs on the event loop, some microseconds for each part."""
+    messages = document.get("messages") if isinstance(document, dict) else None
+    if not isinstance(messages, list):
+        return
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    count = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+    if count > MAX_PARTS:
+        raise InvalidRequest(f"There are {count} messages and parts; the limit is {MAX_PARTS}.", "messages")
 
 
 def _first_error(error: ValidationError) -> InvalidRequest:

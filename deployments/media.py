@@ -21,8 +21,9 @@ from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
 from deployments.multimodal.decoding import Decoded
-from deployments.multimodal.fetch import Fetcher
+from deployments.multimodal.fetch import Fetched, Fetcher
 from deployments.multimodal.hashing import digest
+from deployments.multimodal.http_cache import HttpCache
 from deployments.multimodal.image import PILLOW_MAX_PIXELS, ImageLimits
 from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
@@ -48,6 +49,7 @@ class MediaConfig(BaseModel):
     allowed_local_media_path: str = ""  # folder below which file: URLs may read; off where empty
     max_redirects: int = Field(default=5, ge=0)
     connections_per_host: int = Field(default=8, ge=1)
+    cache_bytes: int = Field(default=256 * MIB, ge=0)  # of fetched bodies in a replica; 0: none are kept
 
     max_image_bytes: int = Field(default=256 * MIB, gt=0)  # encoded, as all three of these
     max_audio_bytes: int = Field(default=25 * MIB, gt=0)
@@ -114,6 +116,8 @@ class MediaLoader:
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
         self._flights: SingleFlight[Media] = SingleFlight()
+        self._policy = config.policy
+        self._cache = HttpCache(config.cache_bytes)
 
     async def ready(self) -> None:
         """Answers once the replica is up."""
@@ -143,7 +147,7 @@ class MediaLoader:
     def _fetcher(self) -> Fetcher:
         # Not in __init__: a connection pool belongs to the loop it is made on.
         return Fetcher(
-            self._config.policy,
+            self._policy,
             max_redirects=self._config.max_redirects,
             connections_per_host=self._config.connections_per_host,
         )
@@ -153,11 +157,34 @@ class MediaLoader:
         if source.url[:5].lower() == "file:":
             root = self._config.allowed_local_media_path
             return await self._decode(partial(_read_file, source.url, root, max_bytes), source, options)
-        start = time.perf_counter()
+        return await self._load_web(source, options, max_bytes)
+
+    async def _load_web(self, source: MediaSource, options: MediaOptions, max_bytes: int) -> Media:
+        """From the cache where the host lets it, else fetched, and kept once it proved to be media."""
+        url = self._policy.check_url(source.url)  # what was fetched once is no way around the policy
+        start, asked_at = time.perf_counter(), self._cache.now()
+        entry, is_fresh = self._cache.find(url)
+        kept = partial(Fetched([entry.body]).body, max_bytes) if entry else None
+        if kept and is_fresh:
+            return await self._decode(kept, source, options, cached=True)
         timeout_s = self._config.fetch_timeout_s(source.modality)
-        fetched = await self._fetcher.fetch(source.url, max_bytes, timeout_s)
+        conditions = entry.conditions if entry else None
+        fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
         fetch_ms = (time.perf_counter() - start) * 1000
-        return await self._decode(partial(fetched.body, max_bytes), source, options, fetch_ms)
+        if entry and kept and fetched.not_modified:
+            self._cache.renew(url, entry, fetched.headers, asked_at)
+            return await self._decode(kept, source, options, fetch_ms, cached=True)
+        body = b""
+
+        def read() -> bytes:
+            nonlocal body
+            body = fetched.body(max_bytes)
+            return body
+
+        media = await self._decode(read, source, options, fetch_ms)
+        if fetched.cacheable:
+            self._cache.store(url, body, fetched.headers, asked_at)
+        return media
 
     async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
         assert source.payload is not None
@@ -167,7 +194,12 @@ class MediaLoader:
         return await self._decode(read, source, options)
 
     async def _decode(
-        self, read: Callable[[], bytes], source: MediaSource, options: MediaOptions, fetch_ms: float = 0.0
+        self,
+        read: Callable[[], bytes],
+        source: MediaSource,
+        options: MediaOptions,
+        fetch_ms: float = 0.0,
+        cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
         cancelled = threading.Event()
@@ -190,6 +222,7 @@ class MediaLoader:
             service_ms=ms,
             video_metadata=decoded.video_metadata,
             previews=shown,
+            cached=cached,
         )
 
     def _read_and_decode(

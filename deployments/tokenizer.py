@@ -68,6 +68,7 @@ class ChatEncoder:
         self.spec = TokenizerSpec(
             tokenizer_json=tokenizer.backend_tokenizer.to_str(),
             special_token_ids=sorted(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
+            max_token_length=max(map(len, tokenizer.get_vocab())),
         )
         self._tokenizer = tokenizer
         self._template = prompting.chat_template

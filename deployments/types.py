@@ -166,6 +166,7 @@ class Delta:
 class TokenizerSpec:
     tokenizer_json: str  # loads with tokenizers.Tokenizer.from_str: the ingress detokenizes with it
     special_token_ids: list[int] = field(default_factory=list)  # left out of the text
+    max_token_length: int = 1  # characters; bytes, for a tokenizer of bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,10 @@ class LocalGraph:
 
     async def pipeline(self, **replaced: Any) -> Pipeline:
         """Stages by name, e.g. `media=`, may be replaced by others."""
-        inputs, limits = await asyncio.gather(
-            self.preprocessor.describe.remote(), self.model.describe.remote()
+        text, inputs, limits = await asyncio.gather(
+            self.tokenizer.describe.remote(),
+            self.preprocessor.describe.remote(),
+            self.model.describe.remote(),
         )
         handles = {
             "tokenizer": self.tokenizer,
@@ -37,7 +39,7 @@ class LocalGraph:
             "preprocessor": self.preprocessor,
             "model": self.model,
         }
-        return Pipeline(Stages(**(handles | replaced), inputs=inputs, limits=limits))
+        return Pipeline(Stages(**(handles | replaced), text=text, inputs=inputs, limits=limits))
 
     async def client(self, settings: ApiSettings | None = None, **replaced: Any) -> httpx.AsyncClient:
         text = await self.tokenizer.describe.remote()

@@ -317,3 +317,19 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
         response = await api.post(COMPLETIONS, content=stalls())
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "request_timeout"
+
+
+async def test_text_that_can_not_fit_is_not_even_encoded(graph: LocalGraph) -> None:
+    async with await graph.client(tokenizer=local(Breaks, 0, ServingError("not to be called"))) as api:
+        response = await api.post(COMPLETIONS, json=chat("hello world " * 50_000))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "600000 bytes" in response.json()["error"]["message"]
+
+
+async def test_load_balancers_may_ask_for_the_head_alone(api: httpx.AsyncClient) -> None:
+    assert (await api.head("/health")).status_code == 200
+
+
+async def test_a_wrong_method_is_told_the_right_one(api: httpx.AsyncClient) -> None:
+    assert (await api.get(COMPLETIONS)).headers["allow"] == "POST"

@@ -131,6 +131,23 @@ def test_packed_stereo_is_not_read_as_interleaved_mono() -> None:
     np.testing.assert_allclose(decoded.arrays["samples"], (left + right) / 2, atol=1e-3)
 
 
+@pytest.mark.parametrize(("layout", "channels"), [("7.1", 8), ("hexadecagonal", 16)])
+def test_many_planes_are_read_and_no_more(layout: str, channels: int) -> None:
+    """PyAV's own conversion reads past the last of eight planes, and crashes now and then."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream("wavpack", rate=8000, layout=layout)
+        planes = np.repeat(np.arange(channels, dtype=np.float32)[:, None] / 32, 2048, axis=1)
+        packed = av.AudioFrame.from_ndarray(planes.T.reshape(1, -1).copy(), format="flt", layout=layout)
+        packed.sample_rate = 8000
+        for frame in av.AudioResampler(format="fltp", layout=layout, rate=8000).resample(packed):
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    decoded = decode(file.getvalue(), 8000, LIMITS)
+    assert decoded.info["original_channels"] == channels
+    np.testing.assert_allclose(decoded.arrays["samples"], np.arange(channels).mean() / 32, atol=1e-6)
+
+
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000, 96000])
 def test_resampling_is_along_time(rate: int) -> None:
     stereo = np.stack([tone(1.0, rate), tone(1.0, rate)], axis=1)
@@ -265,3 +282,10 @@ def whole(format: str, cache: dict[str, Any] = {}) -> bytes:  # noqa: B006
         cache.update({name: encode(samples, 16000, name.upper()) for name in ("wav", "flac", "ogg")})
         cache["mp4"] = encode_av(samples, 16000, "mp4", "aac")
     return cache[format]  # type: ignore[no-any-return]
+
+
+def test_samples_far_outside_of_full_scale_are_refused() -> None:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.full(1600, 1e20, np.float32), 16000, "FLOAT", format="WAV")
+    with pytest.raises(InvalidMedia, match="far outside of -1 to 1"):
+        decode(buffer.getvalue(), 16000, AudioLimits())

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 from ray import serve
 from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
@@ -110,12 +111,18 @@ def wrapped(cause: Exception) -> RayTaskError:
     return RayTaskError("load", "Traceback of the worker", cause).as_instanceof_cause()
 
 
+def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "at 10.0.0.1:5")
+
+
 @pytest.mark.parametrize(
     ("error", "expected", "words"),
     [
         (wrapped(InvalidMedia("not an image")), InvalidMedia, "not an image"),
         (wrapped(OwnerDiedError("00" * 28, None, "")), InputLost, "lost an input"),
         (ActorDiedError(), ReplicaDied, "A replica of MediaLoader ended"),
+        (rpc_error(grpc.StatusCode.UNAVAILABLE), ReplicaDied, "A replica of MediaLoader ended"),
+        (rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED), ServingError, "MediaLoader failed on this request"),
         (BackPressureError(5, 5), Overloaded, "waiting for MediaLoader"),
         (wrapped(KeyError("secret")), ServingError, "MediaLoader failed on this request"),
     ],

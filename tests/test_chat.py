@@ -1,6 +1,6 @@
 import pytest
 
-from app.chat import Item, Usage, media_options, parse_chat, sampling_params
+from app.chat import Item, Usage, check_short, media_options, parse_chat, sampling_params
 from app.intake import LongString
 from app.protocol import parse_chat_request
 from deployments.errors import InvalidRequest
@@ -120,6 +120,20 @@ def test_usage_tells_media_tokens_apart() -> None:
             "cached_tokens": 0,
         },
     }
+
+
+@pytest.mark.parametrize("field", ["model", "stop"])
+def test_a_long_string_where_only_short_ones_make_sense(field: str) -> None:
+    document = {"messages": [{"role": "user", "content": "hi"}], field: "token"}
+    request = parse_chat_request(document)
+    check_short(request, {})
+    with pytest.raises(InvalidRequest, match=f"{field} is too long"):
+        check_short(request, {"token": LongString((b"x",))})
+
+
+def test_the_bytes_of_all_texts_are_counted() -> None:
+    result = parsed(["é", image("https://h/1"), "b"], "cd")
+    assert result.num_text_bytes == 5
 
 
 DEFAULTS = MediaOptions(sampling_rate=8000, num_frames=8)

@@ -210,6 +210,21 @@ def noise(size: int) -> Image.Image:
     return Image.effect_noise((size, size), 80).convert("RGB")
 
 
+def test_many_small_items_together_are_no_small_message(server: Server) -> None:
+    """Each travels in-band; together they pass the size of a gRPC message."""
+    images = [media("image", data_uri("image/png", png(i, (128, 128)))) for i in range(30)]
+    answer = server.post(COMPLETIONS, chat(*images, "what do you see?", max_tokens=1))
+    assert answer.status == 200, answer.body
+
+
+def test_a_text_beyond_a_grpc_message_has_a_clear_error(server: Server) -> None:
+    start = time.monotonic()
+    answer = server.post(COMPLETIONS, chat("a" * 4_300_000))
+    assert answer.status == 400
+    assert answer.body["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - start < 5
+
+
 def test_the_request_id_is_echoed_and_in_every_stages_log(server: Server) -> None:
     request_id = f"trace-{time.time_ns()}"
     content = [media("image", data_uri("image/png", png())), "what is this?"]

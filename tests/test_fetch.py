@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 from test_urls import HOSTILE, MALFORMED
 
 from deployments.errors import FetchFailed, FetchRefused, MediaTooLarge, StageTimeout
@@ -397,3 +398,46 @@ async def test_connections_to_one_host_are_bounded() -> None:
     async with serving(handler) as host, fetching(connections_per_host=2) as fetcher:
         await asyncio.gather(*(fetcher.fetch(host.url(), MIB, 5) for _ in range(6)))
         assert most == 2
+
+
+CONDITIONS = {"If-None-Match": '"1"'}
+
+
+async def test_a_host_may_say_that_nothing_changed() -> None:
+    async with serving(answer(b"", status=304, headers={"ETag": '"1"'})) as host, fetching() as fetcher:
+        fetched = await fetcher.fetch(host.url(), MIB, 5, CONDITIONS)
+        assert host.requests[0].headers["If-None-Match"] == '"1"'
+        assert fetched.not_modified
+        assert not fetched.cacheable
+        assert fetched.headers["etag"] == '"1"'
+
+
+async def test_only_the_urls_own_content_is_cacheable() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if request.raw_path == "/here":
+            return web.Response(status=301, headers={"Location": "/there"})
+        return web.Response(body=b"x", status=206 if request.raw_path == "/part" else 200)
+
+    async with serving(handler) as host, fetching() as fetcher:
+        paths = ["/there", "/here", "/part"]
+        fetched = [await fetcher.fetch(host.url(path), MIB, 5) for path in paths]
+        assert [each.cacheable for each in fetched] == [True, False, False]
+
+
+async def test_conditions_are_for_the_first_hop() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if request.raw_path == "/here":
+            return web.Response(status=302, headers={"Location": "/there"})
+        return web.Response(status=304)
+
+    async with serving(handler) as host, fetching() as fetcher:
+        with pytest.raises(FetchFailed, match="answered 304"):
+            await fetcher.fetch(host.url("/here"), MIB, 5, CONDITIONS)
+        assert ["If-None-Match" in request.headers for request in host.requests] == [True, False]
+
+
+async def test_repeated_headers_are_joined() -> None:
+    headers = CIMultiDict([("Cache-Control", "max-age=5"), ("CACHE-CONTROL", "no-store")])
+    async with serving(answer(headers=headers)) as host, fetching() as fetcher:
+        fetched = await fetcher.fetch(host.url(), MIB, 5)
+        assert fetched.headers["cache-control"] == "max-age=5, no-store"

@@ -9,7 +9,7 @@ import pillow_heif
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageFile
+from PIL import Image, ImageCms, ImageFile
 
 from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
 from deployments.multimodal.decoding import DecodingCancelled
@@ -168,6 +168,18 @@ def test_every_mode_becomes_rgb(picture: Image.Image, format: str, expected: tup
     assert np.abs(found - expected).max() <= (4 if format == "JPEG" else 0)
 
 
+def test_a_profile_without_which_there_are_no_colours_is_applied() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    # The same profile with the roles of red and blue exchanged, under the name by which XYB is known.
+    swapped = profile.replace(b"rXYZ", b"????", 1).replace(b"bXYZ", b"rXYZ", 1).replace(b"????", b"bXYZ", 1)
+    named = swapped.replace("sRGB".encode("utf-16-be"), "XYB_".encode("utf-16-be"))
+    red = Image.new("RGB", (8, 8), RED)
+    assert np.abs(pixels(encode(red, "PNG", icc_profile=named))[0, 0].astype(int) - BLUE).max() < 4
+    assert pixels(encode(red, "PNG", icc_profile=swapped))[0, 0].tolist() == list(RED)
+    with pytest.raises(InvalidMedia, match="damaged"):
+        decode(encode(red, "PNG", icc_profile=b"XYB, but no profile"), LIMITS)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_pixels_that_are_no_numbers_are_refused(value: float) -> None:
     data = encode(Image.fromarray(np.full((2, 2), value, np.float32)), "TIFF")
@@ -251,3 +263,10 @@ def test_damage_gives_a_picture_or_a_declared_error(format: str, damage: list[tu
         data[place % len(data)] = value
     with contextlib.suppress(InvalidMedia):
         pixels(bytes(data), ImageLimits(max_pixels=1 << 22))
+
+
+@pytest.mark.parametrize("value", [-3.0, 1000.0])
+def test_a_float_image_of_one_value_decodes(value: float) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 4), value, np.float32)).save(buffer, "tiff")
+    assert decode(buffer.getvalue(), ImageLimits()).arrays["pixels"].max() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import io
 import logging
 import subprocess
@@ -28,6 +29,7 @@ from deployments.errors import FetchRefused, InvalidMedia, MediaTooLarge, Servin
 from deployments.media import MediaConfig, MediaLoader
 from deployments.multimodal import image
 from deployments.multimodal.single_flight import SingleFlight
+from deployments.multimodal.urls import UrlPolicy
 from deployments.payload import pack, unpack
 from deployments.types import Media, MediaOptions, MediaSource, Modality
 
@@ -182,7 +184,7 @@ async def test_requests_for_one_url_share_one_fetch() -> None:
         loaded = await asyncio.gather(*tasks)
         assert len(host.requests) == 1
         assert len({media.digest for media in loaded}) == 1
-        await loader.load(source, OPTIONS, 10)  # no cache: what is over is fetched again
+        await loader.load(source, OPTIONS, 10)  # nothing said that it may be kept
         assert len(host.requests) == 2
 
 
@@ -340,3 +342,116 @@ async def test_a_flight_that_ended_is_not_joined() -> None:
 
     assert [await flights.run("key", work) for _ in range(3)] == [0, 1, 2]
     assert await asyncio.gather(*(flights.run(key, work) for key in "aabb")) == [3, 3, 4, 4]
+
+
+class Site:
+    """A host whose answers may be kept as `headers` say; it answers 304 to the ETag among them."""
+
+    def __init__(self, body: bytes, **headers: str) -> None:
+        self.body = body
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    async def handler(self, request: web.Request) -> web.StreamResponse:
+        tag = self.headers.get("ETag")
+        if tag and request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=self.headers)
+        return web.Response(body=self.body, headers=self.headers)
+
+
+async def cached(loader: MediaLoader, where: str, times: int = 2) -> list[bool]:
+    return [(await loader.load(url(Modality.IMAGE, where), OPTIONS, 10)).cached for _ in range(times)]
+
+
+async def test_what_is_fresh_is_not_fetched_again() -> None:
+    site = Site(png(), Cache_Control="max-age=600")
+    async with serving(site.handler) as host, loading() as loader:
+        source = url(Modality.IMAGE, host.url())
+        first = await loader.load(source, OPTIONS, 10)
+        other = MediaOptions(background=(0, 0, 0))  # what is kept is what was sent, not the pixels
+        second = await loader.load(url(Modality.IMAGE, host.url() + "#fragment"), other, 10)
+        assert len(host.requests) == 1
+    assert (first.cached, second.cached) == (False, True)
+    assert second.num_bytes == len(png())
+    pixels = (await unpack(second.payload))["pixels"]
+    assert pixels.tolist() == (await unpack(first.payload))["pixels"].tolist()
+
+
+async def test_what_is_stale_is_asked_for_with_its_etag() -> None:
+    site = Site(png(), ETag='"1"', Cache_Control="no-cache")
+    async with serving(site.handler) as host, loading() as loader:
+        assert await cached(loader, host.url(), 3) == [False, True, True]
+        asked = [request.headers.get("If-None-Match") for request in host.requests]
+        assert asked == [None, '"1"', '"1"']
+        site.body, site.headers["ETag"] = png((5, 5)), '"2"'
+        assert await cached(loader, host.url(), 2) == [False, True]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Cache_Control": "no-store", "ETag": '"1"'}, {}], ids=["no-store", "none"]
+)
+async def test_what_may_not_be_kept_is_fetched_each_time(headers: dict[str, str]) -> None:
+    async with serving(Site(png(), **headers).handler) as host, loading() as loader:
+        assert await cached(loader, host.url()) == [False, False]
+        assert len(host.requests) == 2
+        assert "If-None-Match" not in host.requests[1].headers
+
+
+async def test_without_bytes_there_is_no_cache() -> None:
+    site = Site(png(), Cache_Control="max-age=600")
+    async with serving(site.handler) as host, loading(cache_bytes=0) as loader:
+        assert await cached(loader, host.url()) == [False, False]
+
+
+async def test_what_cannot_be_decoded_is_not_kept() -> None:
+    site = Site(b"<html>busy</html>", Cache_Control="max-age=600", ETag='"1"')
+    async with serving(site.handler) as host, loading() as loader:
+        with pytest.raises(InvalidMedia):
+            await loader.load(url(Modality.IMAGE, host.url()), OPTIONS, 10)
+        site.body = png()
+        assert await cached(loader, host.url()) == [False, True]
+
+
+async def test_what_a_redirect_led_to_is_not_kept() -> None:
+    site = Site(png(), Cache_Control="max-age=600")
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if request.raw_path == "/here":
+            return web.Response(status=301, headers={"Location": "/there"})
+        return await site.handler(request)
+
+    async with serving(handler) as host, loading() as loader:
+        assert await cached(loader, host.url("/here")) == [False, False]
+
+
+async def test_the_least_used_goes_when_the_bytes_are_full() -> None:
+    site = Site(png(), Cache_Control="max-age=600")
+    num_bytes = 4 * (len(png()) + 100)  # four entries with their URLs and headers, not five
+    async with serving(site.handler) as host, loading(cache_bytes=num_bytes) as loader:
+        for path in "abcdefgh":
+            await cached(loader, host.url(f"/{path}"), 1)
+        assert await cached(loader, host.url("/h"), 1) == [True]
+        assert await cached(loader, host.url("/a"), 1) == [False]
+
+
+async def test_a_kept_body_meets_the_limit_of_the_modality() -> None:
+    site = Site(png(), Cache_Control="max-age=600")
+    async with serving(site.handler) as host, loading(max_audio_bytes=10) as loader:
+        await cached(loader, host.url(), 1)
+        with pytest.raises(MediaTooLarge, match="over the limit of 10 bytes"):
+            await loader.load(url(Modality.AUDIO, host.url()), OPTIONS, 10)
+        assert len(host.requests) == 1
+
+
+async def test_a_compressed_body_is_kept_decompressed() -> None:
+    site = Site(gzip.compress(png()), Cache_Control="max-age=600", Content_Encoding="gzip")
+    async with serving(site.handler) as host, loading() as loader:
+        assert await cached(loader, host.url()) == [False, True]
+
+
+async def test_a_fresh_body_is_no_way_around_the_policy() -> None:
+    site = Site(png(), Cache_Control="max-age=600")
+    async with serving(site.handler) as host, loading() as loader:
+        await cached(loader, host.url(), 1)
+        loader._policy = UrlPolicy()
+        with pytest.raises(FetchRefused, match="a loopback address"):
+            await cached(loader, host.url(), 1)

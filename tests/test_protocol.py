@@ -142,3 +142,26 @@ def test_the_smaller_token_limit_holds(limits: dict[str, int], expected: int | N
 )
 def test_wrong_settings_of_decoding_are_named(kwargs: object, param: str) -> None:
     assert refusal(chat("hi", media_io_kwargs=kwargs)).param == param
+
+
+@pytest.mark.parametrize("kind", [0, {}, ["text"], "", "banana"])
+def test_a_type_that_is_no_type_is_refused(kind: object) -> None:
+    assert refusal(chat([{"type": kind, "text": "hi"}])).param == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tool_choice", "required"),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.2),
+        ("min_tokens", 3),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(field: str, value: object) -> None:
+    assert refusal(chat("hi", **{field: value})).param == field
+
+
+def test_the_number_of_parts_is_bounded() -> None:
+    assert "limit is 8192" in refusal(chat(["a"] * 8192)).message

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
+from av.audio.plane import AudioPlane
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.multimodal.decoding import Decoded, check_cancelled, container_mime, open_container
@@ -22,6 +23,7 @@ Samples = npt.NDArray[np.float32]
 
 _BLOCK_FRAMES = 1 << 17
 _MAX_CHANNELS = 64
+_LOUDEST = 100.0  # floats may pass full scale a little; what is meant as integers overflows in the model
 _RATES = (1_000, 768_000)  # Hz: what recorders make; a header may say anything
 _NAMES = "WAV, FLAC, MP3, Ogg, Opus, M4A, AAC, WebM, AIFF or AMR"
 
@@ -38,14 +40,14 @@ _SNDFILE_MIMES = {
     "CAF": "audio/x-caf",
     "AU": "audio/basic",
 }
-# FFmpeg's sample formats: zero level and full scale.
-_SCALES = {
-    "u8": (128, 2**7),
-    "s16": (0, 2**15),
-    "s32": (0, 2**31),
-    "s64": (0, 2**63),
-    "flt": (0, 1),
-    "dbl": (0, 1),
+# FFmpeg's sample formats: type, zero level and full scale.
+_SAMPLE_FORMATS: dict[str, tuple[type[np.generic], float, float]] = {
+    "u8": (np.uint8, 2**7, 2**7),
+    "s16": (np.int16, 0, 2**15),
+    "s32": (np.int32, 0, 2**31),
+    "s64": (np.int64, 0, 2**63),
+    "flt": (np.float32, 0, 1),
+    "dbl": (np.float64, 0, 1),
 }
 
 
@@ -125,6 +127,8 @@ class _Gauge:
         mono = block[:, 0].copy() if channels == 1 else block.mean(axis=1, dtype=np.float32)
         if not np.isfinite(mono).all():
             raise InvalidMedia("The audio has samples that are not finite numbers.")
+        if np.abs(mono).max() > _LOUDEST:
+            raise InvalidMedia("The audio's samples are far outside of -1 to 1. Scale them.")
         self.channels = max(self.channels, channels)
         self._mono.append(mono)
 
@@ -181,8 +185,13 @@ def _frames(container: Any, stream: Any, cancelled: threading.Event | None) -> I
 
 def _block(frame: Any) -> Samples:
     """(frames, channels) in [-1, 1], from packed or planar samples."""
-    values = frame.to_ndarray()
-    values = values.T if frame.format.is_planar else values.reshape(-1, frame.layout.nb_channels)
-    zero, scale = _SCALES[frame.format.name.rstrip("p")]
+    # Not frame.to_ndarray(): from eight planes on PyAV 18 reads past the last, into other memory.
+    name, channels = frame.format.name.rstrip("p"), frame.layout.nb_channels
+    dtype, zero, scale = _SAMPLE_FORMATS[name]
+    planar = frame.format.is_planar
+    count = frame.samples if planar else frame.samples * channels
+    planes: list[Any] = [AudioPlane(frame, index) for index in range(channels if planar else 1)]
+    arrays = [np.frombuffer(plane, dtype, count) for plane in planes]
+    values = np.stack(arrays, axis=1) if planar else arrays[0].reshape(-1, channels)
     block: Samples = (values.astype(np.float32) - np.float32(zero)) / np.float32(scale)
     return block

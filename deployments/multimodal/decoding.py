@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import av
 
 from deployments.errors import InvalidMedia, UnsupportedMedia
-from deployments.types import Arrays
+from deployments.types import Arrays, Modality
 
 # Containers that carry their content in themselves. Playlists and descriptions (hls, concat, dash, sdp),
 # which make FFmpeg open what they name, are not among them, nor are games' formats that only fuzzers send.
@@ -58,11 +58,29 @@ _NOT_MEDIA = [
 ]
 
 
-# What begins like this is a format taken here, and if it does not open it is damaged.
-_MEDIA = (
-    *(b"\xff\xd8\xff", b"\x89png\r\n", b"gif8", b"riff", b"rf64", b"ii*\x00", b"mm\x00*"),
-    *(b"\x1aE\xdf\xa3".lower(), b"oggs", b"flac", b"id3", b"form", b"#!amr"),
-)
+_IMAGE, _AUDIO, _VIDEO = {Modality.IMAGE}, {Modality.AUDIO}, {Modality.VIDEO}
+# Formats taken here, by what they begin with at an offset, and as what they are taken. If it does not open as
+# that, it is damaged.
+_MEDIA: list[tuple[int, bytes, str, set[Modality]]] = [
+    (0, b"\xff\xd8\xff", "a JPEG image", _IMAGE),
+    (0, b"\x89png\r\n", "a PNG image", _IMAGE | _VIDEO),
+    (0, b"gif8", "a GIF image", _IMAGE | _VIDEO),
+    (0, b"ii*\x00", "a TIFF image", _IMAGE),
+    (0, b"mm\x00*", "a TIFF image", _IMAGE),
+    (8, b"webp", "a WebP image", _IMAGE | _VIDEO),
+    (8, b"wave", "a WAV sound", _AUDIO),
+    (8, b"avi ", "an AVI video", _VIDEO | _AUDIO),
+    (8, b"aif", "an AIFF sound", _AUDIO),
+    (0, b"fLaC".lower(), "a FLAC sound", _AUDIO),
+    (0, b"id3", "an MP3 sound", _AUDIO),
+    (0, b"#!amr", "an AMR sound", _AUDIO),
+    (8, b"avif", "an AVIF image", _IMAGE),
+    (8, b"hei", "a HEIC image", _IMAGE),
+    (8, b"mif1", "a HEIC image", _IMAGE),
+    (4, b"ftyp", "an MP4 or MOV file", _AUDIO | _VIDEO),
+    (0, b"oggs", "an Ogg file", _AUDIO | _VIDEO),
+    (0, b"\x1aE\xdf\xa3".lower(), "a WebM or Matroska file", _AUDIO | _VIDEO),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +108,11 @@ def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
     if not data:
         raise InvalidMedia(f"The {modality} is empty.")
     head = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if head.startswith(_MEDIA) or head[4:8] == b"ftyp":
-        raise InvalidMedia(f"The {modality} is damaged or cut short: it does not open. Send {formats}.")
+    for offset, magic, name, taken_as in _MEDIA:
+        if head.startswith(magic, offset):
+            if modality not in taken_as:
+                raise UnsupportedMedia(f"The data are {name}, not {modality}. Send {formats}.")
+            raise InvalidMedia(f"The {modality} is damaged or cut short: it does not open. Send {formats}.")
     found = next((name for magic, name in _NOT_MEDIA if head.startswith(magic)), None)
     instead = f" They are {found}." if found else ""
     raise UnsupportedMedia(f"The data are no {modality} in a format taken here.{instead} Send {formats}.")

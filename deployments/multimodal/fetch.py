@@ -6,9 +6,9 @@ import asyncio
 import socket
 import ssl
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import urljoin
 
@@ -27,15 +27,27 @@ _HEADERS = {
     "Accept-Encoding": "identity",  # media are compressed already; what comes gzipped all the same is read
 }
 _GZIP_OR_ZLIB = 47  # zlib's window bits for both, told apart by their headers
+_SLICE = 256 * 1024  # bytes in and out of one step of decompression
 _RAW_DEFLATE = -15  # what some servers send as "deflate"
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A response's body as it came."""
+    """A response as it came; `not_modified` ones have no body."""
 
     chunks: list[bytes]
-    encoding: str  # Content-Encoding, lower case; "" for none
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case, values joined by commas
+    status: int = HTTPStatus.OK
+    redirected: bool = False
+
+    @property
+    def not_modified(self) -> bool:
+        return self.status == HTTPStatus.NOT_MODIFIED
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether this is the URL's own content, whole: where a redirect leads may change any time."""
+        return self.status == HTTPStatus.OK and not self.redirected
 
     def body(self, max_bytes: int) -> bytes:
         """Joined and, if need be, decompressed: blocking work for a thread.
@@ -43,9 +55,12 @@ class Fetched:
         Raises MediaTooLarge before more than `max_bytes` are made, FetchFailed for a damaged body.
         """
         joined = b"".join(self.chunks)
-        if self.encoding in ("", "identity"):
-            return joined
-        return _decompress(joined, self.encoding, max_bytes)
+        encoding = self.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            return _decompress(joined, encoding, max_bytes)
+        if len(joined) > max_bytes:  # kept from a fetch with another limit
+            raise _too_large(max_bytes)
+        return joined
 
 
 class Fetcher:
@@ -77,8 +92,12 @@ class Fetcher:
     async def close(self) -> None:
         await self._session.close()
 
-    async def fetch(self, url: str, max_bytes: int, timeout_s: float) -> Fetched:
+    async def fetch(
+        self, url: str, max_bytes: int, timeout_s: float, conditions: Mapping[str, str] | None = None
+    ) -> Fetched:
         """The body behind an http(s) URL, redirects followed.
+
+        With `conditions` (If-None-Match, If-Modified-Since) the host may answer that it is not modified.
 
         Raises FetchRefused (policy, or the host said 4xx), FetchFailed (unreachable, 5xx, broken),
         StageTimeout after `timeout_s`, and MediaTooLarge with the chunk that passes `max_bytes`.
@@ -86,22 +105,26 @@ class Fetcher:
         try:
             async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._follow(url, max_bytes)
+                    return await self._follow(url, max_bytes, conditions)
                 except _Transient:
                     await asyncio.sleep(self._retry_pause_s)
-                    return await self._follow(url, max_bytes)
+                    return await self._follow(url, max_bytes, conditions)
         except _Transient as error:
             raise FetchFailed(str(error)) from error
         except TimeoutError:
             raise StageTimeout(f"The media host did not deliver within {timeout_s:.3g} s.") from None
 
-    async def _follow(self, url: str, max_bytes: int) -> Fetched:
-        for _ in range(self._max_redirects + 1):
+    async def _follow(self, url: str, max_bytes: int, conditions: Mapping[str, str] | None) -> Fetched:
+        for hop in range(self._max_redirects + 1):
             url = self._policy.check_url(url)
-            async with self._get(url) as response:
+            asked = conditions if hop == 0 else None  # they are about the first URL's content
+            async with self._get(url, asked) as response:
+                if asked and response.status == HTTPStatus.NOT_MODIFIED:
+                    return Fetched([], _joined(response), response.status)
                 if response.status not in _REDIRECTS:
                     _check_status(response.status)
-                    return await _read(response, max_bytes)
+                    chunks = await _read(response, max_bytes)
+                    return Fetched(chunks, _joined(response), response.status, redirected=hop > 0)
                 location = response.headers.get("Location")
                 if not location:
                     raise FetchFailed("The media host answered with a redirect that leads nowhere.")
@@ -111,10 +134,14 @@ class Fetcher:
         )
 
     @asynccontextmanager
-    async def _get(self, url: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _get(
+        self, url: str, conditions: Mapping[str, str] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One request to one host; aiohttp's errors become ours here."""
         try:
-            async with self._session.get(URL(url, encoded=True), allow_redirects=False) as response:
+            async with self._session.get(
+                URL(url, encoded=True), headers=conditions, allow_redirects=False
+            ) as response:
                 yield response
         except (aiohttp.InvalidURL, UnicodeError):
             raise FetchRefused("The media URL is not valid.") from None
@@ -189,35 +216,50 @@ def _reason(status: int) -> str:
         return str(status)
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
-    too_large = MediaTooLarge(f"The media URL's content is over the limit of {max_bytes} bytes.")
+def _joined(response: aiohttp.ClientResponse) -> dict[str, str]:
+    headers = response.headers
+    return {name.lower(): ", ".join(headers.getall(name)) for name in headers}
+
+
+def _too_large(max_bytes: int) -> MediaTooLarge:
+    return MediaTooLarge(f"The media URL's content is over the limit of {max_bytes} bytes.")
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> list[bytes]:
     if (response.content_length or 0) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     chunks, num_bytes = [], 0
     async for chunk in response.content.iter_any():
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         chunks.append(chunk)
-    return Fetched(chunks, response.headers.get("Content-Encoding", "").strip().lower())
+    return chunks
 
 
 def _decompress(data: bytes, encoding: str, max_bytes: int) -> bytes:
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise FetchFailed("The media host sent a compression that was not asked for.")
-    pieces, num_bytes = [], 0
+    is_deflate = encoding == "deflate"
+    is_raw = is_deflate and data[:1] and data[0] & 0x0F != 8  # a zlib header begins with method 8
+    wbits = _RAW_DEFLATE if is_raw else _GZIP_OR_ZLIB
+    inflate, pieces, num_bytes = zlib.decompressobj(wbits), [], 0
     try:
-        while data:
-            raw = encoding == "deflate" and data[0] & 0x0F != 8  # a zlib header begins with method 8
-            inflate = zlib.decompressobj(_RAW_DEFLATE if raw else _GZIP_OR_ZLIB)
-            piece = inflate.decompress(data, max_bytes - num_bytes + 1)
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                raise MediaTooLarge(f"The media URL's content decompresses to over {max_bytes} bytes.")
-            if not inflate.eof:
-                raise FetchFailed("The media host sent a compressed body that is cut short.")
-            pieces.append(piece)
-            data = inflate.unused_data if encoding != "deflate" else b""
+        for start in range(0, len(data), _SLICE):
+            rest = data[start : start + _SLICE]
+            while rest:
+                if inflate.eof:
+                    if is_deflate:
+                        break  # trailing bytes mean nothing there
+                    inflate = zlib.decompressobj(wbits)  # gzip files may stand one after the other
+                piece = inflate.decompress(rest, _SLICE)
+                num_bytes += len(piece)
+                if num_bytes > max_bytes:
+                    raise MediaTooLarge(f"The media URL's content decompresses to over {max_bytes} bytes.")
+                pieces.append(piece)
+                rest = inflate.unconsumed_tail or inflate.unused_data
     except zlib.error:
         raise FetchFailed("The media host sent a compressed body that is damaged.") from None
+    if data and not inflate.eof:
+        raise FetchFailed("The media host sent a compressed body that is cut short.")
     return b"".join(pieces)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pillow_heif
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -73,6 +73,7 @@ PILLOW_ERRORS = (
     AssertionError,
     ZeroDivisionError,
     struct.error,
+    ImageCms.PyCMSError,
 )
 
 
@@ -98,8 +99,7 @@ def decode(data: bytes, limits: ImageLimits, cancelled: threading.Event | None =
         _check_pixels(
             image.width, image.height, limits
         )  # an ICO's directory may tell less than the picture inside
-        upright = _upright(image)
-        pixels = np.asarray(opaque_rgb(upright, limits.background))
+        pixels = np.asarray(opaque_rgb(_upright(_in_srgb(image)), limits.background))
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
     except (InvalidMedia, MediaTooLarge):
@@ -141,6 +141,19 @@ def _too_many_pixels(limits: ImageLimits, width: int = 0, height: int = 0) -> Me
     return MediaTooLarge(f"The image {size}more than the limit of {limits.max_pixels} pixels. Scale it down.")
 
 
+def _in_srgb(image: Any) -> Any:
+    """As Hugging Face's loaders do, colour profiles are left alone, but for XYB.
+
+    There the profile is no nuance: without it the three channels are no red, green and blue at all.
+    """
+    profile = image.info.get("icc_profile") or b""
+    if image.mode != "RGB" or not (b"XYB" in profile or "XYB".encode("utf-16-be") in profile):
+        return image
+    return ImageCms.profileToProfile(
+        image, ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB"), outputMode="RGB"
+    )
+
+
 def _upright(image: Any) -> Any:
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
@@ -175,5 +188,6 @@ def _to_8_bits(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         span = (0.0, 1.0 if high <= 1 else 255.0)
     else:
         span = (low, high)
-    scaled = (values.astype(np.float64) - span[0]) * (255 / (span[1] - span[0]))
+    width = (span[1] - span[0]) or 1.0  # all of one value: black
+    scaled = (values.astype(np.float64) - span[0]) * (255 / width)
     return np.rint(scaled).astype(np.uint8)

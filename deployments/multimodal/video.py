@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -123,6 +123,13 @@ class _Sampling:
                 " pixels. Scale it down."
             )
 
+    def check_bytes(self, count: int, width: int, height: int) -> None:
+        if count * width * height * 3 > self.limits.max_decoded_bytes:
+            raise MediaTooLarge(
+                f"{count} frames of {width}x{height} are more than the limit of"
+                f" {self.limits.max_decoded_bytes} bytes. Scale the video down or ask for fewer frames."
+            )
+
     def choose(self, timeline: Timeline, width: int, height: int) -> list[int]:
         """The frames to take, once the clip and what is taken of it are known to be within the limits."""
         self.check_count(len(timeline.ticks))
@@ -131,11 +138,7 @@ class _Sampling:
             limit = self.limits.max_seconds
             raise MediaTooLarge(f"The video is longer than the limit of {limit:g} s. Cut it.")
         indices = timeline.choose(self.num_frames, self.fps, self.max_duration)
-        if len(indices) * width * height * 3 > self.limits.max_decoded_bytes:
-            raise MediaTooLarge(
-                f"{len(indices)} frames of {width}x{height} are more than the limit of"
-                f" {self.limits.max_decoded_bytes} bytes. Scale the video down or ask for fewer frames."
-            )
+        self.check_bytes(len(indices), width, height)
         return indices
 
 
@@ -242,7 +245,7 @@ def _by_frames(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Ti
     times: list[int | None] = []
     size = (0, 0)
     duration = 0
-    for frame in _all_frames(decoder, packets, sampling):
+    for frame in _feed(decoder, packets, 0, sampling, strict=False):
         times.append(frame.pts)
         sampling.check_count(len(times))
         size, duration = (frame.width, frame.height), frame.duration
@@ -251,7 +254,8 @@ def _by_frames(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Ti
     timeline = _timeline(times, duration, stream)
     indices = sampling.choose(timeline, *size)
     wanted = set(indices)
-    frames = (frame for i, frame in enumerate(_all_frames(decoder, packets, sampling)) if i in wanted)
+    again = _feed(decoder, packets, 0, sampling, strict=False)
+    frames = (frame for index, frame in enumerate(again) if index in wanted)
     return timeline, indices, _collect(frames, len(indices), sampling)
 
 
@@ -281,9 +285,11 @@ def _seek_frames(
         at = bisect.bisect_right(keys, (times[index], len(packets))) - 1
         key_time, place = keys[at] if at >= 0 else (times[0], 0)
         if start < 0 or (place > start and bisect.bisect_left(times, key_time) >= upcoming):
-            frames = _frames_from(decoder, packets, place, key_time, sampling)
+            frames = _feed(decoder, packets, place, sampling, strict=True)
             start, upcoming = place, bisect.bisect_left(times, key_time)
         for frame in frames:
+            if frame.pts is not None and frame.pts < key_time:
+                continue  # shown before the key frame, and needs an earlier one
             if frame.pts != times[upcoming]:
                 raise _PacketsDisagree
             upcoming += 1
@@ -294,35 +300,23 @@ def _seek_frames(
             raise _PacketsDisagree
 
 
-def _frames_from(
-    decoder: Any, packets: list[Any], place: int, key_time: int, sampling: _Sampling
-) -> Iterator[Any]:
-    """Frames shown from `key_time` on. What comes before it needs an earlier key frame and is left out."""
-    try:
-        for frame in _feed(decoder, packets[place:], sampling, lambda error: True):
-            if frame.pts is None or frame.pts >= key_time:
-                yield frame
-    except av.error.FFmpegError:
-        raise _PacketsDisagree from None
-
-
-def _all_frames(decoder: Any, packets: list[Any], sampling: _Sampling) -> Iterator[Any]:
-    """A packet that does not decode costs its own frame only, as in any player."""
-    return _feed(decoder, packets, sampling, lambda error: False)
-
-
 def _feed(
-    decoder: Any, packets: list[Any], sampling: _Sampling, fatal: Callable[[Exception], bool]
+    decoder: Any, packets: list[Any], start: int, sampling: _Sampling, *, strict: bool
 ) -> Iterator[Any]:
+    """Frames of the packets from place `start` on.
+
+    A packet that does not decode costs its own frame only, as in any player, or raises _PacketsDisagree where
+    `strict`.
+    """
     if decoder.is_open:
         decoder.flush_buffers()
-    for packet in [*packets, None]:
+    for place in range(start, len(packets) + 1):
         sampling.check_cancelled()
         try:
-            frames = decoder.decode(packet)
-        except av.error.FFmpegError as error:
-            if fatal(error):
-                raise
+            frames = decoder.decode(packets[place] if place < len(packets) else None)  # None: the end
+        except av.error.FFmpegError:
+            if strict:
+                raise _PacketsDisagree from None
             continue
         yield from frames
 
@@ -337,13 +331,14 @@ def _collect(frames: Iterator[Any], count: int, sampling: _Sampling) -> RGB:
         turn = frame.rotation // 90 % 4 if frame.rotation % 90 == 0 else 0  # counter-clockwise
         if clip is None:
             size = (frame.width, frame.height)
+            sampling.check_bytes(count, *size)  # once more: the header may have told another size
             shape = (frame.height, frame.width) if turn % 2 == 0 else (frame.width, frame.height)
             clip = np.empty((count, *shape, 3), np.uint8)
         pixels = frame.to_ndarray(width=size[0], height=size[1], format="rgb24")
         clip[taken] = np.rot90(pixels, turn)
         taken += 1
     if clip is None or taken < count:
-        raise _PacketsDisagree
+        raise InvalidMedia("The video is damaged and cannot be decoded.")
     return clip
 
 
