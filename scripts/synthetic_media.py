@@ -97,7 +97,7 @@ def make_image(rng: Generator, label: str | None = None, size: tuple[int, int] |
     radius = small * rng.uniform(0.26, 0.46)
     centre = (rng.uniform(radius, width - radius), rng.uniform(radius, height - radius))
     _Sprite.draw_from(rng, colour, shape, radius).paste(canvas, centre)
-    pixels = _camera(rng, np.asarray(canvas))
+    pixels = _camera(rng, np.array(canvas))
     if rng.random() < 0.4:
         pixels = _jpeg(pixels, int(rng.integers(35, 95)))
     return Item("image", f"{colour} {shape}", pixels)
@@ -184,7 +184,7 @@ def _camera(rng: Generator, pixels: Pixels) -> Pixels:
     """What a camera adds, sometimes: blur, light, sensor noise. Works on any (..., H, W, 3)."""
     if rng.random() < 0.2 and pixels.ndim == 3:
         soft = ImageFilter.GaussianBlur(0.012 * rng.random() * min(pixels.shape[:2]))
-        pixels = np.asarray(Image.fromarray(pixels).filter(soft))
+        pixels = np.array(Image.fromarray(pixels).filter(soft))
     if rng.random() < 0.4:
         gain, lift = rng.uniform(0.88, 1.06), rng.uniform(-6, 6)
         noise = rng.normal(0, rng.uniform(0.5, 7), pixels.shape).astype(np.float32)
@@ -196,7 +196,7 @@ def _jpeg(pixels: Pixels, quality: int) -> Pixels:
     """The image after a trip through JPEG."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
-    return np.asarray(Image.open(buffer).convert("RGB"))
+    return np.array(Image.open(buffer).convert("RGB"))
 
 
 def _rgb(hue: float, saturation: float, value: float) -> tuple[int, int, int]:

@@ -820,7 +820,7 @@ def train_encoders(
             for index in rng.integers(len(pool[modality]), size=ENCODER_BATCH[modality]):
                 items.append(augmented(rng, pool[modality][index]))
         loss, right = heads(items, encode(model, items))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         descent.step()
         if step % 50 == 0 or step == steps - 1:
             log.info("encoders %d/%d loss %.3f %s", step, steps, loss.item(), _percent(right))

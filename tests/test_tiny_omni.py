@@ -1,6 +1,7 @@
 """The shipped model: small, complete without a network, and right about media that it has never seen."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import av
 import numpy as np
 import pytest
 import soundfile as sf
+import torch
 from eval_tiny_omni import MODEL, Model, Score, unseen_draw
 from make_samples import FOLDER, LABELS
 from PIL import Image
@@ -16,8 +18,11 @@ from train_tiny_omni import GREETING, IDENTITY, SUITES, sample_indices
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return Model(MODEL)
+def model() -> Iterator[Model]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # faster for matrices this small
+    yield Model(MODEL)
+    torch.set_num_threads(threads)
 
 
 def read(path: Path) -> tuple[str, Any]:
@@ -49,10 +54,10 @@ def test_sample_is_named_right(model: Model, name: str, label: str) -> None:
 @pytest.mark.parametrize("name", ["one image", "one audio", "one video", "four mixed items", "text alone"])
 def test_unseen_prompts_are_answered_right(model: Model, name: str) -> None:
     rng, draw, score = np.random.default_rng(11), unseen_draw(31), Score()
-    for _ in range(12):
+    for _ in range(6):
         talk = SUITES[name](rng, draw)
         score.add(model.answer(talk.messages[:-1], talk.items), talk.answer)
-    assert score.right >= 10, score.misses
+    assert score.right >= 5, score.misses
 
 
 def test_text_alone_is_answered_without_items(model: Model) -> None:
