@@ -180,7 +180,7 @@ def test_a_client_that_leaves_while_loading(
 
     remote.handlers = dict.fromkeys(remote.content, never)
     connection = connect(server, reused)
-    send(connection, chat(*items, "x" * padding))
+    send(connection, chat(*items, user="x" * padding))
     assert asked.wait(10)
     connection.close()
     wait_until(lambda: len(remote.left) == 6, why=lambda: f"still loading: {remote.left}")
