@@ -7,9 +7,10 @@ the chat template, the processor configuration and the weights.
 The schedule is counted in steps and every draw is seeded, so that the same machine makes the same weights:
 
 1. a pool of items is made and brought to the size the encoders see;
-2. the encoders learn alone, each with throw-away linear heads on the mean of its output tokens;
+2. the encoders learn alone, each with throw-away heads on a weighted mean of its output tokens;
 3. the language model learns conversations over the frozen features of the pool, one item at first, then up
-   to twenty: this is where it learns which ordinal goes with which item;
+   to twenty: with every item averaged to two tokens, where it soon learns which ordinal belongs to which
+   item, and then with all of them;
 4. the whole model is trained together for a while.
 """
 
@@ -1208,7 +1209,7 @@ def train_conversations(
     held_out: Pool,
     stage: Stage,
 ) -> None:
-    """Stages 2 and 3: what to say."""
+    """One of the later stages: what to say."""
     speaker = nn.ModuleDict({"lm_head": model.lm_head})
     groups: list[tuple[nn.Module, float]] = [(model.model.language_model, stage.rate), (speaker, stage.rate)]
     if stage.encoder_rate:

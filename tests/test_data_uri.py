@@ -1,5 +1,5 @@
 import base64
-from urllib.parse import quote_from_bytes
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import InvalidMedia, MediaTooLarge
+from deployments.multimodal import data_uri
 from deployments.multimodal.data_uri import decode
 
 DATA = bytes(range(256)) * 3 + b"\xfb\xff"  # its base64 has + and / and padding
@@ -103,3 +104,10 @@ def test_nothing_but_the_declared_errors(header: str, data: bytes) -> None:
         uri(header, data)
     except InvalidMedia as error:
         assert len(error.message) > 10  # noqa: PT017
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_percent_signs_at_the_borders_of_slices(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_uri, "_SLICE", 8)
+    text = b"a" * shift + b"%41b%2542%20" * 5
+    assert uri("", text) == unquote_to_bytes(text)

@@ -124,7 +124,8 @@ class _Gauge:
                 f"The audio decodes to more than the limit of {limits.max_decoded_bytes} bytes. Cut it, or"
                 " lower its rate or number of channels."
             )
-        mono = block[:, 0].copy() if channels == 1 else block.mean(axis=1, dtype=np.float32)
+        with np.errstate(over="ignore"):  # told below, as not finite
+            mono = block[:, 0].copy() if channels == 1 else block.mean(axis=1, dtype=np.float32)
         if not np.isfinite(mono).all():
             raise InvalidMedia("The audio has samples that are not finite numbers.")
         if np.abs(mono).max() > _LOUDEST:

@@ -13,6 +13,7 @@ from deployments.errors import InvalidMedia, MediaTooLarge
 _WHITESPACE = b" \t\r\n\f\v"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _NOT_HEX = 255
+_SLICE = 2**20
 _HEX = np.full(256, _NOT_HEX, np.uint8)
 _HEX[list(b"0123456789")] = range(10)
 _HEX[list(b"abcdef")] = _HEX[list(b"ABCDEF")] = range(10, 16)
@@ -59,7 +60,22 @@ def _unusual_base64(data: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _percent(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Every %XX replaced by its byte."""
+    """Every %XX replaced by its byte; slice by slice, since places take eight times the memory of bytes."""
+    if not (data == ord("%")).any():
+        return data
+    pieces, start = [], 0
+    while start < data.size:
+        stop = start + _SLICE
+        tail = data[stop - 2 : stop].tobytes()
+        stop += (
+            2 if tail.endswith(b"%") else tail.startswith(b"%")
+        )  # a %XX that begins in the slice ends in it
+        pieces.append(_percent_slice(data[start:stop]))
+        start = stop
+    return np.concatenate(pieces)
+
+
+def _percent_slice(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     signs = np.flatnonzero(data == ord("%"))
     if not signs.size:
         return data

@@ -1,0 +1,374 @@
+"""Peak memory of the media stage over files that are small and decode to much, against the declared limit.
+
+    .venv/bin/python -m scripts.bench_bombs [NAME ...]
+
+Each runs in a process of its own, in which every limit is lowered to 64 MiB. The peak is the most resident
+memory during `MediaLoader.load` over that right before it. Bombs must be refused with a 4xx and stay below
+twice the limit. Those marked "may pass" are about as large as the limit allows, or damaged: they are there
+for comparison, and need not be refused. Copies for transport between processes are left out. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import logging
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, patch
+
+import av
+import numpy as np
+import soundfile
+from PIL import Image
+
+from deployments.errors import ServingError
+from deployments.media import MediaConfig, MediaLoader
+from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+LIMIT = 64 * MIB
+PIXELS = LIMIT // 3
+SIDE = int(PIXELS**0.5)
+GOAL = 2.0
+TIMEOUT_S = 120.0
+CONFIG = MediaConfig(
+    niceness=0,
+    allowed_private_networks=["127.0.0.0/8"],
+    max_image_bytes=LIMIT,
+    max_audio_bytes=LIMIT,
+    max_video_bytes=LIMIT,
+    max_image_pixels=PIXELS,
+    max_audio_seconds=1e6,
+    max_audio_decoded_bytes=LIMIT,
+    max_video_pixels=PIXELS,
+    max_video_decoded_bytes=LIMIT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bomb:
+    modality: Modality
+    make: Callable[[], bytes]
+    header: str = "x/y;base64"
+    encoding: str = ""  # sent over HTTP with this Content-Encoding
+    num_frames: int | None = 8
+    may_pass: bool = False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BOMBS)}")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        asyncio.run(load(args.names[0], args.child))
+        return
+    print(f"{'':<22} {'sent':>10}  {'outcome':<26} {'peak MiB':>8} {'of limit':>8}   ({LIMIT // MIB} MiB)")
+    with tempfile.TemporaryDirectory() as folder:
+        good = [measure(name, Path(folder)) for name in args.names or BOMBS]
+    sys.exit(not all(good))
+
+
+def measure(name: str, folder: Path) -> bool:
+    bomb = BOMBS[name]
+    data = bomb.make()
+    file = folder / name
+    file.write_bytes(data)
+    with serving(data, bomb.encoding) as url:
+        where = url if bomb.encoding else str(file)
+        command = [sys.executable, "-m", "scripts.bench_bombs", "--child", where, name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * TIMEOUT_S)
+    if done.returncode:
+        print(f"{name:<22} {len(data):10}  the process ended with {done.returncode}: {done.stderr[-500:]}")
+        return False
+    told = json.loads(done.stdout.splitlines()[-1])
+    ratio = told["peak"] / LIMIT
+    print(f"{name:<22} {len(data):10}  {told['outcome']:<26} {told['peak'] / MIB:8.1f} {ratio:8.2f}", end="")
+    good = ratio < GOAL and 400 <= told["status"] < 500
+    print("   may pass" if bomb.may_pass else "" if good else "   TOO MUCH" if ratio >= GOAL else "   TAKEN")
+    return good or bomb.may_pass
+
+
+@contextmanager
+def serving(data: bytes, encoding: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Encoding", encoding or "identity")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/bomb"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# In the process that is measured
+
+
+async def load(name: str, where: str) -> None:
+    """Prints the outcome and the peak as JSON."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    bomb = BOMBS[name]
+    sent = b"" if bomb.encoding else read(where)
+    if bomb.header.endswith(";base64"):
+        sent = base64.b64encode(sent)
+    loader = MediaLoader(CONFIG)
+    await warm_up(loader)
+    before = resident("VmRSS")
+    reset_peak()
+    try:
+        media = await load_one(loader, bomb, sent, where if bomb.encoding else "")
+        status, outcome = 200, f"200 {media.mime}"
+    except ServingError as error:
+        status, outcome = error.status, f"{error.status} {type(error).__name__}"
+    peak = resident("VmHWM") - before
+    await loader.close()
+    print(json.dumps({"status": status, "outcome": outcome, "peak": peak}))
+
+
+async def load_one(loader: MediaLoader, bomb: Bomb, sent: bytes, url: str = "") -> Media:
+    """As in production, where arrays lie in shared memory: `pack` and `unpack` copy nothing."""
+    payload = Payload(len(sent))
+    if url:
+        source = MediaSource(bomb.modality, "url", url=url)
+    else:
+        source = MediaSource(bomb.modality, "data", header=bomb.header, payload=payload)
+    arrays = {"data": np.frombuffer(sent, np.uint8)}
+    options = MediaOptions(num_frames=bomb.num_frames)
+    with (
+        patch("deployments.media.unpack", AsyncMock(return_value=arrays)),
+        patch("deployments.media.pack", AsyncMock(return_value=payload)),
+    ):
+        return await loader.load(source, options, TIMEOUT_S)
+
+
+async def warm_up(loader: MediaLoader) -> None:
+    """What libraries load at first use is not the bomb's."""
+    for modality, data in (
+        (Modality.IMAGE, png(8, 8)),
+        (Modality.AUDIO, silence(1, 8000, 1, "WAV", "PCM_16")),
+        (Modality.VIDEO, h264(64, 64, 2)),
+    ):
+        await load_one(loader, Bomb(modality, bytes), base64.b64encode(data))
+
+
+def read(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def reset_peak() -> None:
+    """The high-water mark begins anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(field: str) -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+# Images
+
+
+def png(width: int, height: int, rows: bytes | None = None, kind: int = 0, bits: int = 8) -> bytes:
+    """`rows` or nothing but zeros, of which a megabyte at most: the header tells the rest."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0)
+    rows = bytes(min((width + 1) * height, MIB)) if rows is None else rows
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def png_text() -> bytes:
+    """A text chunk that inflates to 1 GiB."""
+    plain = png(8, 8)
+    squeeze = zlib.compressobj(9)
+    text = b"Comment\0\0" + b"".join(squeeze.compress(bytes(MIB)) for _ in range(1024)) + squeeze.flush()
+    chunk = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
+    return plain[:33] + chunk + plain[33:]
+
+
+def gif(width: int, height: int) -> bytes:
+    """A small picture whose screen is told as large."""
+    return b"GIF89a" + struct.pack("<HH", width, height) + saved(Image.new("P", (8, 8)), "gif")[10:]
+
+
+def jpeg(width: int, height: int) -> bytes:
+    """A small picture whose header tells another size."""
+    data = bytearray(saved(Image.new("L", (8, 8)), "jpeg"))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def tiff(width: int, height: int) -> bytes:
+    """Deflated zeros of which the header tells more."""
+    tags = [
+        *((256, 4, width), (257, 4, height), (258, 3, 8), (259, 3, 8), (262, 3, 1), (273, 4, 200)),
+        *((277, 3, 1), (278, 4, height), (279, 4, 1000)),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return head.ljust(200, b"\0") + zlib.compress(bytes(MIB))
+
+
+def ico() -> bytes:
+    """An icon told as 16 x 16 whose PNG is 65536 x 65536."""
+    inner = png(65536, 65536, bits=1)
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22)
+    return b"\0\0\1\0\1\0" + entry + inner
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+# Sounds
+
+
+def silence(seconds: float, rate: int, channels: int, kind: str, subtype: str) -> bytes:
+    file = io.BytesIO()
+    block = np.zeros((rate, channels), np.float32)
+    with soundfile.SoundFile(file, "w", rate, channels, subtype, format=kind) as out:
+        for _ in range(int(seconds)):
+            out.write(block)
+    return file.getvalue()
+
+
+def aac(seconds: int, rate: int, channels: int) -> bytes:
+    file = io.BytesIO()
+    layout = {1: "mono", 2: "stereo"}[channels]
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=rate, layout=layout)
+        for second in range(seconds):
+            samples = np.zeros((channels, rate), np.float32)
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+            frame.sample_rate, frame.pts = rate, second * rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return file.getvalue()
+
+
+# Videos
+
+
+def h264(width: int, height: int, count: int, kind: str = "mp4") -> bytes:
+    return encoded("libx264", kind, [(width, height)] * count, {"preset": "ultrafast"})
+
+
+def encoded(codec: str, kind: str, sizes: list[tuple[int, int]], options: dict[str, str]) -> bytes:
+    """Black frames. From where the size changes another encoder goes on in the same track."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        width, height = sizes[0]
+        pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream = container.add_stream(codec, rate=10, width=width, height=height, pix_fmt=pix_fmt)
+        stream.codec_context.options = options
+        encoder = stream.codec_context
+        for number, (width, height) in enumerate(sizes):
+            if (encoder.width, encoder.height) != (width, height):
+                mux(container, stream, encoder.encode(None))
+                encoder = av.CodecContext.create(codec, "w")
+                encoder.width, encoder.height, encoder.pix_fmt = width, height, pix_fmt
+                encoder.time_base, encoder.options = Fraction(1, 10), options
+            frame = av.VideoFrame(width, height, pix_fmt)
+            for plane, level in zip(frame.planes, (16, 128, 128), strict=True):
+                plane.update(bytes([level]) * plane.buffer_size)
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            mux(container, stream, encoder.encode(frame))
+        mux(container, stream, encoder.encode(None))
+    return file.getvalue()
+
+
+def mux(container: Any, stream: Any, packets: list[Any]) -> None:
+    for packet in packets:
+        packet.stream = stream
+        container.mux(packet)
+
+
+# Bodies
+
+
+def gzipped(megabytes: int) -> bytes:
+    squeeze = zlib.compressobj(9, wbits=31)
+    return b"".join(squeeze.compress(bytes(MIB)) for _ in range(megabytes)) + squeeze.flush()
+
+
+_IMAGE, _AUDIO, _VIDEO = Modality.IMAGE, Modality.AUDIO, Modality.VIDEO
+_VP8 = {"deadline": "realtime", "cpu-used": "8"}
+BOMBS = {
+    "png-65536": Bomb(_IMAGE, lambda: png(65536, 65536, bits=1)),
+    "png-text-1g": Bomb(_IMAGE, png_text),
+    "gif-65535": Bomb(_IMAGE, lambda: gif(65535, 65535)),
+    "jpeg-65500": Bomb(_IMAGE, lambda: jpeg(65500, 65500)),
+    "tiff-60000": Bomb(_IMAGE, lambda: tiff(60000, 60000)),
+    "webp-16383": Bomb(_IMAGE, lambda: saved(Image.new("L", (16383, 8192)), "webp", method=0)),
+    "ico-65536": Bomb(_IMAGE, ico),
+    "png-rgb-over": Bomb(_IMAGE, lambda: saved(Image.new("RGB", (SIDE + 64, SIDE)), "png")),
+    "png-rgb": Bomb(_IMAGE, lambda: saved(Image.new("RGB", (SIDE, SIDE)), "png"), may_pass=True),
+    "png-rgba": Bomb(_IMAGE, lambda: saved(Image.new("RGBA", (SIDE, SIDE)), "png"), may_pass=True),
+    "png-grey16": Bomb(_IMAGE, lambda: saved(Image.new("I;16", (SIDE, SIDE), 9), "png"), may_pass=True),
+    "png-1-bit": Bomb(_IMAGE, lambda: saved(Image.new("1", (SIDE, SIDE)), "png"), may_pass=True),
+    "flac-1h-stereo": Bomb(_AUDIO, lambda: silence(3600, 48000, 2, "FLAC", "PCM_16")),
+    "flac-8-channels": Bomb(_AUDIO, lambda: silence(120, 96000, 8, "FLAC", "PCM_16")),
+    "opus-30min": Bomb(_AUDIO, lambda: silence(1800, 48000, 1, "OGG", "OPUS")),
+    "vorbis-30min": Bomb(_AUDIO, lambda: silence(1800, 48000, 1, "OGG", "VORBIS")),
+    "m4a-20min": Bomb(_AUDIO, lambda: aac(1200, 48000, 2)),
+    "flac-mono": Bomb(_AUDIO, lambda: silence(349, 48000, 1, "FLAC", "PCM_16"), may_pass=True),
+    "flac-mono-8k": Bomb(_AUDIO, lambda: silence(2097, 8000, 1, "FLAC", "PCM_16"), may_pass=True),
+    "h264-8k": Bomb(_VIDEO, lambda: h264(7680, 4320, 3)),
+    "h264-8k-ts": Bomb(_VIDEO, lambda: h264(7680, 4320, 3, "mpegts")),
+    "vp8-grows-to-8k": Bomb(
+        _VIDEO,
+        lambda: encoded("libvpx", "webm", [(64, 64)] * 3 + [(7680, 4320)] * 2, _VP8),
+        may_pass=True,
+    ),
+    "mjpeg-8k-avi": Bomb(_VIDEO, lambda: encoded("mjpeg", "avi", [(7680, 4320)] * 3, {})),
+    "h264-all-frames": Bomb(_VIDEO, lambda: h264(1920, 1080, 60), num_frames=None),
+    "gif-65535-video": Bomb(_VIDEO, lambda: gif(65535, 65535)),
+    "apng-65536-video": Bomb(_VIDEO, lambda: png(65536, 65536, bits=1)),
+    "h264-1080p-10": Bomb(_VIDEO, lambda: h264(1920, 1080, 10), num_frames=10, may_pass=True),
+    "gzip-1g": Bomb(_IMAGE, lambda: gzipped(1024), encoding="gzip"),
+    "gzip-64m": Bomb(_IMAGE, lambda: gzipped(64), encoding="gzip", may_pass=True),
+    "percent-64m": Bomb(_IMAGE, lambda: b"%41" * LIMIT, header="image/png"),
+    "base64-64m": Bomb(_IMAGE, lambda: bytes(LIMIT)),
+    "base64-lines-64m": Bomb(_IMAGE, lambda: base64.encodebytes(bytes(LIMIT)), header="image/png; base64"),
+}
+
+
+if __name__ == "__main__":
+    main()
