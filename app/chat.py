@@ -110,6 +110,8 @@ def _text(text: str, strings: Mapping[str, LongString]) -> str:
 
 def _item(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:
     match part:
+        case InputAudioPart(input_audio=audio) if _is_data_uri(audio.data, strings):
+            return _from_url(audio.data, param, Modality.AUDIO, strings)  # a common mistake, and clear
         case InputAudioPart(input_audio=audio):
             data = strings.get(audio.data) or audio.data.encode()
             return Item(param, Modality.AUDIO, "data", header=f"audio/{audio.format};base64", data=data)
@@ -122,6 +124,11 @@ def _item(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> I
         case _:
             raise AssertionError(part)
     return _from_url(source.url, param, modality, strings)
+
+
+def _is_data_uri(text: str, strings: Mapping[str, LongString]) -> bool:
+    long = strings.get(text)
+    return (long.head(5) if long else text[:5].encode()).lower() == b"data:"
 
 
 def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, LongString]) -> Item:

@@ -33,6 +33,9 @@ from deployments.types import (
 _GRPC_BYTES = 2**20
 
 
+_NAMED = 3  # items that an error message lists
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
     """Handles to the stages, and what each said of itself when asked at start."""
@@ -168,9 +171,10 @@ class Pipeline:
     def _check_length(self, num_tokens: int, items: list[PreparedItem]) -> None:
         limit = self.limits.max_model_len
         if num_tokens >= limit:
-            media = "".join(f", {p.item.param}: {p.features.num_tokens}" for p in items)
+            largest = sorted(items, key=lambda p: -p.features.num_tokens)[:_NAMED]
+            named = "".join(f", {p.item.param} has {p.features.num_tokens} of them" for p in largest)
             raise PromptTooLong(
-                f"The prompt has {num_tokens} tokens{media}; the model's context of {limit} leaves no room"
+                f"The prompt has {num_tokens} tokens{named}; the model's context of {limit} leaves no room"
                 " for an answer. Send less.",
                 "messages",
             )

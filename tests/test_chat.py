@@ -59,6 +59,11 @@ def test_input_audio_carries_its_format() -> None:
     assert (item.modality, item.header, item.data) == (Modality.AUDIO, "audio/mp3;base64", b"QUJD")
 
 
+def test_input_audio_may_be_a_data_uri() -> None:
+    (item,) = parsed([{"input_audio": {"data": "data:audio/ogg;base64,QUJD"}}]).items
+    assert (item.header, item.data) == ("audio/ogg;base64", b"QUJD")
+
+
 def test_long_texts_become_text_again() -> None:
     result = parsed(["token"], "token", strings={"token": LongString(("é".encode(), b"!"))})
     assert [m["content"] for m in result.chat.messages] == [[{"type": "text", "text": "é!"}], "é!"]

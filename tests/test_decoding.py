@@ -13,13 +13,13 @@ HEIC = b"\x00\x00\x00\x18ftypheic"
 @pytest.mark.parametrize(
     ("data", "modality", "words"),
     [
-        (WAV, Modality.IMAGE, "are a WAV sound, not image"),
-        (MP4, Modality.IMAGE, "are an MP4 or MOV file, not image"),
-        (PNG, Modality.AUDIO, "are a PNG image, not audio"),
-        (WAV, Modality.VIDEO, "are a WAV sound, not video"),
-        (HEIC, Modality.VIDEO, "are a HEIC image, not video"),
-        (b"<html><body>403", Modality.IMAGE, "They are an HTML page"),
-        (b"hello", Modality.IMAGE, "are no image in a format taken here"),
+        (WAV, Modality.IMAGE, "is a WAV sound, which is not taken as image"),
+        (MP4, Modality.IMAGE, "is an MP4 or MOV file, which is not taken as image"),
+        (PNG, Modality.AUDIO, "is a PNG image, which is not taken as audio"),
+        (WAV, Modality.VIDEO, "is a WAV sound, which is not taken as video"),
+        (HEIC, Modality.VIDEO, "is a HEIC image, which is not taken as video"),
+        (b"<html><body>403", Modality.IMAGE, "It is an HTML page"),
+        (b"hello", Modality.IMAGE, "is not image in a format taken here"),
     ],
 )
 def test_another_kind_of_data_is_called_by_its_name(data: bytes, modality: Modality, words: str) -> None:

@@ -230,13 +230,13 @@ def test_cut_short_files_are_refused(format: str) -> None:
     ("data", "error", "message"),
     [
         (b"", InvalidMedia, "The image is empty"),
-        (b"<!DOCTYPE html><html>", UnsupportedMedia, "They are an HTML page"),
-        (b'\n <svg xmlns="http://www.w3.org/2000/svg">', UnsupportedMedia, "They are an SVG drawing"),
+        (b"<!DOCTYPE html><html>", UnsupportedMedia, "It is an HTML page"),
+        (b'\n <svg xmlns="http://www.w3.org/2000/svg">', UnsupportedMedia, "It is an SVG drawing"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", UnsupportedMedia, "a PostScript document"),
         (b"%PDF-1.7", UnsupportedMedia, "a PDF document"),
-        (b"Hello World, this is text", UnsupportedMedia, "no image in a format taken here. Send a JPEG"),
+        (b"Hello World, this is text", UnsupportedMedia, "not image in a format taken here. Send a JPEG"),
         (b"\xff\xd8\xff\xe0 nothing more", InvalidMedia, "damaged"),
-        (b"P6 2 2 255\n" + b"x" * 12, UnsupportedMedia, "no image in a format"),
+        (b"P6 2 2 255\n" + b"x" * 12, UnsupportedMedia, "not image in a format"),
     ],
 )
 def test_what_is_no_image_is_named(data: bytes, error: type[InvalidMedia], message: str) -> None:

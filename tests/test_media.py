@@ -151,7 +151,7 @@ async def test_limits_of_the_config_reach_the_decoders() -> None:
 
 async def test_undecodable_bytes_from_a_host_that_says_200() -> None:
     async with serving(answer(b"<html>please log in</html>")) as host, loading() as loader:
-        with pytest.raises(InvalidMedia, match="They are an HTML page"):
+        with pytest.raises(InvalidMedia, match="It is an HTML page"):
             await loader.load(url(Modality.IMAGE, host.url()), OPTIONS, 10)
 
 

@@ -111,11 +111,11 @@ def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
     for offset, magic, name, taken_as in _MEDIA:
         if head.startswith(magic, offset):
             if modality not in taken_as:
-                raise UnsupportedMedia(f"The data are {name}, not {modality}. Send {formats}.")
+                raise UnsupportedMedia(f"This is {name}, which is not taken as {modality}. Send {formats}.")
             raise InvalidMedia(f"The {modality} is damaged or cut short: it does not open. Send {formats}.")
     found = next((name for magic, name in _NOT_MEDIA if head.startswith(magic)), None)
-    instead = f" They are {found}." if found else ""
-    raise UnsupportedMedia(f"The data are no {modality} in a format taken here.{instead} Send {formats}.")
+    instead = f" It is {found}." if found else ""
+    raise UnsupportedMedia(f"This is not {modality} in a format taken here.{instead} Send {formats}.")
 
 
 @contextmanager
