@@ -25,7 +25,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-HAPROXY_PORTS = {"stats": 8404, "metrics": 9101}
+# Ports of Ray Serve itself. Some of them two servers would share without a word, and mix up their requests.
+SERVE_PORTS = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 30000,
+}
 LOGS = "/tmp/ray/session_latest/logs/serve"
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -40,7 +46,7 @@ def main() -> int:
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     http = {"host": "127.0.0.1", "port": 8000} | config.get("http_options", {})
-    if problem := busy_port(http["host"], http["port"], haproxy_ports(config)) or wrong_settings(config):
+    if problem := busy_port(http["host"], http["port"], serve_ports(config)) or wrong_settings(config):
         print(f"Headrace cannot start: {problem}", file=sys.stderr)
         return 1
     url = f"http://{http['host']}:{http['port']}"
@@ -75,24 +81,20 @@ def main() -> int:
     return server.wait()
 
 
-def haproxy_ports(config: dict[str, Any]) -> dict[str, int]:
+def serve_ports(config: dict[str, Any]) -> dict[str, int]:
     env = config.get("controller_options", {}).get("runtime_env", {}).get("env_vars", {})
-    return {
-        name: int(env.get(f"RAY_SERVE_HAPROXY_{name.upper()}_PORT", port))
-        for name, port in HAPROXY_PORTS.items()
-    }
+    return {name: int(env.get(name, port)) for name, port in SERVE_PORTS.items()}
 
 
-def busy_port(host: str, port: int, haproxy: dict[str, int]) -> str | None:
+def busy_port(host: str, port: int, serve: dict[str, int]) -> str | None:
     """One line that says what is in the way."""
     if not bindable(host, port):
         return f"port {port} is taken. Is it running already? Stop it, or change http_options.port."
-    for name, number in haproxy.items():
+    for name, number in serve.items():
         if not bindable("0.0.0.0", number):
             return (
-                f"HAProxy's {name} port {number} is taken, likely by an HAProxy that a killed server left"
-                f" behind. End that (`pgrep -a haproxy`), or set RAY_SERVE_HAPROXY_{name.upper()}_PORT in"
-                " the config's env_vars."
+                f"port {number} is taken, by another Ray Serve or an HAProxy that a killed server left behind"
+                f" (`pgrep -a haproxy`). End it, or set {name} in the config's env_vars."
             )
     return None
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
+from run_server import SERVE_PORTS
 
 ROOT = Path(__file__).parent.parent
 START_S = 120
@@ -37,15 +38,15 @@ class Server:
     @classmethod
     @contextmanager
     def start(cls, folder: Path) -> Iterator[Server]:
-        port, stats, metrics = free_ports(3)
+        port, *others = free_ports(1 + len(SERVE_PORTS))
+        # A port's number and the hundred after it, for the replicas of the ingress.
+        own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
+        own["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(others[-1] + 100)
         config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
         application = config["applications"][0]
         config["http_options"]["port"] = port
         for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
-            env["env_vars"] |= {
-                "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-                "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-            }
+            env["env_vars"] |= own
         application["args"]["media"] = {"allowed_private_networks": ["127.0.0.0/8"]}
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))

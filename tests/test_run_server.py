@@ -1,7 +1,7 @@
 import socket
 
 import pytest
-from run_server import busy_port, haproxy_ports, relay, wrong_settings
+from run_server import SERVE_PORTS, busy_port, relay, serve_ports, wrong_settings
 
 
 @pytest.fixture
@@ -17,19 +17,20 @@ def test_a_busy_port_is_told_in_one_line(taken: int) -> None:
 
 
 def test_a_stale_haproxy_is_told_in_one_line(taken: int) -> None:
-    problem = busy_port("127.0.0.1", 0, {"stats": taken})
+    problem = busy_port("127.0.0.1", 0, {"RAY_SERVE_HAPROXY_STATS_PORT": taken})
     assert problem is not None
-    assert problem.startswith(f"HAProxy's stats port {taken} is taken")
+    assert problem.startswith(f"port {taken} is taken, by another Ray Serve or an HAProxy")
+    assert "set RAY_SERVE_HAPROXY_STATS_PORT" in problem
     assert "\n" not in problem
 
 
 def test_free_ports_are_no_problem() -> None:
-    assert busy_port("127.0.0.1", 0, {"stats": 0}) is None
+    assert busy_port("127.0.0.1", 0, {"any": 0}) is None
 
 
-def test_the_configs_own_haproxy_ports_count() -> None:
+def test_the_configs_own_ports_count() -> None:
     env = {"runtime_env": {"env_vars": {"RAY_SERVE_HAPROXY_STATS_PORT": "1234"}}}
-    assert haproxy_ports({"controller_options": env}) == {"stats": 1234, "metrics": 9101}
+    assert serve_ports({"controller_options": env}) == SERVE_PORTS | {"RAY_SERVE_HAPROXY_STATS_PORT": 1234}
 
 
 def test_a_wrong_setting_is_told_by_name() -> None:
