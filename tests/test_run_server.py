@@ -1,6 +1,7 @@
 import socket
 
 import pytest
+import run_server
 from run_server import SERVE_PORTS, busy_port, relay, serve_ports, wrong_settings
 
 
@@ -16,7 +17,8 @@ def test_a_busy_port_is_told_in_one_line(taken: int) -> None:
     )
 
 
-def test_a_stale_haproxy_is_told_in_one_line(taken: int) -> None:
+def test_a_stale_haproxy_is_told_in_one_line(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_server, "RELEASE_S", 0.0)
     problem = busy_port("127.0.0.1", 0, {"RAY_SERVE_HAPROXY_STATS_PORT": taken})
     assert problem is not None
     assert problem.startswith(f"port {taken} is taken, by another Ray Serve or an HAProxy")
