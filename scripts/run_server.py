@@ -32,7 +32,7 @@ SERVE_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 30000,
 }
-RELEASE_S = 10.0
+RELEASE_S = 40.0
 LOGS = "/tmp/ray/session_latest/logs/serve"
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -91,10 +91,13 @@ def busy_port(host: str, port: int, serve: dict[str, int]) -> str | None:
     """One line that says what is in the way."""
     if not bindable(host, port):
         return f"port {port} is taken. Is it running already? Stop it, or change http_options.port."
+    # A server that was just stopped may take half a minute to let go of the last of its ports.
     patience = time.monotonic() + RELEASE_S
     for name, number in serve.items():
+        if not bindable("0.0.0.0", number) and RELEASE_S:
+            print(f"Port {number} is taken; waiting up to {RELEASE_S:.0f} s for it ...", flush=True)
         while not bindable("0.0.0.0", number):
-            if time.monotonic() < patience:  # a server that was just stopped lets go of its ports one by one
+            if time.monotonic() < patience:
                 time.sleep(0.1)
                 continue
             return (
