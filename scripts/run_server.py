@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -33,7 +34,7 @@ SERVE_PORTS = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 30000,
 }
 RELEASE_S = 40.0
-LOGS = "/tmp/ray/session_latest/logs/serve"
+LOGS = Path(tempfile.gettempdir(), "ray/session_latest/logs/serve")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _WORTH_SHOWING = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback|Error:")
