@@ -25,6 +25,7 @@ from deployments.types import Chat, MediaOptions, Modality, SamplingParams
 _SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
 _MAX_DATA_HEADER = 1024  # bytes between "data:" and the comma
 _MAX_URL = 16 * 1024
+_MAX_TEXT = 8 * 2**20  # bytes; more than the longest contexts hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,11 @@ def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None
 def _text(text: str, strings: Mapping[str, LongString]) -> str:
     """A text that the intake moved out of line is text again: it will be tokenized, not decoded."""
     moved = strings.get(text)
-    return text if moved is None else moved.join().decode()
+    if moved is None:
+        return text
+    if len(moved) > _MAX_TEXT:  # joining it would hold up the event loop
+        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", "messages")
+    return moved.join().decode()
 
 
 def _item(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:

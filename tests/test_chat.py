@@ -69,6 +69,11 @@ def test_long_texts_become_text_again() -> None:
     assert [m["content"] for m in result.chat.messages] == [[{"type": "text", "text": "é!"}], "é!"]
 
 
+def test_a_text_beyond_any_context_is_not_put_together() -> None:
+    with pytest.raises(InvalidRequest, match="has 8388609 bytes; the limit is 8388608"):
+        parsed("token", strings={"token": LongString((b"x" * (8 * 2**20 + 1),))})
+
+
 def test_one_item_too_many_is_refused_and_named() -> None:
     content = [image("https://h/1"), {"audio_url": "https://h/2"}, image("https://h/3")]
     assert len(parsed(content, limits={Modality.IMAGE: 2, Modality.AUDIO: 1}).items) == 3
