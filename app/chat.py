@@ -16,10 +16,13 @@ from app.protocol import (
     ContentPart,
     ImagePart,
     InputAudioPart,
+    ProcessorKwargs,
     TextPart,
+    VideoIO,
     VideoPart,
 )
 from deployments.errors import InvalidRequest
+from deployments.multimodal.settings import ProcessorSettings
 from deployments.types import Chat, MediaOptions, Modality, SamplingParams
 
 _SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
@@ -48,6 +51,7 @@ class Item:
 class ParsedChat:
     chat: Chat
     items: list[Item]  # in the order in which the user wrote them, across messages and modalities
+    settings: ProcessorSettings = field(default_factory=dict)  # of the checkpoint's processor
 
     @property
     def num_text_bytes(self) -> int:
@@ -82,7 +86,7 @@ def parse_chat(
                     content.append({"type": str(items[-1].modality)})
         messages.append({"role": message.role, "content": content})
     _check_counts(items, limits or {})
-    return ParsedChat(Chat(messages), items)
+    return ParsedChat(Chat(messages), items, request.mm_processor_kwargs.of_processor())
 
 
 def check_short(request: ChatRequest, strings: Mapping[str, LongString]) -> None:
@@ -165,9 +169,12 @@ def media_options(request: ChatRequest, defaults: MediaOptions) -> MediaOptions:
     if image.rgba_background_color:
         red, green, blue = image.rgba_background_color
         options = replace(options, background=(red, green, blue))
-    if video.num_frames is not None or video.fps is not None:
-        num_frames = video.num_frames if video.num_frames != -1 else None
-        options = replace(options, num_frames=num_frames, fps=video.fps if video.fps != -1 else None)
+    frames: VideoIO | ProcessorKwargs = video
+    if video.num_frames is None and video.fps is None:
+        frames = request.mm_processor_kwargs
+    if frames.num_frames is not None or frames.fps is not None:
+        num_frames = frames.num_frames if frames.num_frames != -1 else None
+        options = replace(options, num_frames=num_frames, fps=frames.fps if frames.fps != -1 else None)
     return options
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from app.chat import Item, ParsedChat
 from app.intake import LongString
 from deployments.errors import InvalidMedia, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
+from deployments.multimodal.settings import ProcessorSettings, check_settings
 from deployments.payload import pack
 from deployments.types import (
     Delta,
+    Edges,
     InputSpec,
     Media,
     MediaOptions,
@@ -32,6 +34,8 @@ from deployments.types import (
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
+
+T = TypeVar("T")
 
 _NAMED = 3  # items that an error message lists
 
@@ -88,9 +92,17 @@ class Pipeline:
         """Raises the first failure in input order: the prompt's, then the items'."""
         self._check_modalities(parsed.items)
         self._check_text(parsed.num_text_bytes)
-        pending = (self._prepare_item(item, options, deadline) for item in parsed.items)
-        results = await gather_all([self._encode(parsed, deadline), *pending])
-        (prompt, tokenize), items = results[0], results[1:]
+        self._check_settings(parsed)
+        groups = _groups(parsed.items, self._stages.inputs.together)
+        pending = (self._prepare_group(group, options, parsed.settings, deadline) for group in groups)
+        results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
+        (prompt, tokenize), prepared_groups = results[0], results[1:]
+        by_item = {prepared.item.param: prepared for group in prepared_groups for prepared in group}
+        items = [by_item[item.param] for item in parsed.items]
+        if any(any(prepared.features.edges) for prepared in items):
+            # Texts of the items grow together with those around them: the prompt is encoded with both.
+            edges = [prepared.features.edges for prepared in items]
+            prompt, tokenize = await self._encode(parsed, deadline, edges)
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
         self._check_length(len(token_ids), items)
         return Prepared(prompt, items, token_ids, spans, tokenize)
@@ -108,27 +120,51 @@ class Pipeline:
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )
 
-    async def _encode(self, parsed: ParsedChat, deadline: Deadline) -> Any:
+    async def _encode(self, parsed: ParsedChat, deadline: Deadline, edges: list[Edges] | None = None) -> Any:
         by_reference = parsed.num_text_bytes > _GRPC_BYTES // 8  # the answer has up to an id for each byte
         encode = self._stages.tokenizer.options(_by_reference=by_reference).encode
         return await once_more(
-            lambda: call(encode, parsed.chat, stage="Tokenizer", deadline=deadline), on=ReplicaDied
+            lambda: call(encode, parsed.chat, edges, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
 
-    async def _prepare_item(self, item: Item, options: MediaOptions, deadline: Deadline) -> Any:
+    async def _prepare_group(
+        self, items: list[Item], options: MediaOptions, settings: ProcessorSettings, deadline: Deadline
+    ) -> list[PreparedItem]:
+        """One item, or several that are preprocessed together, which one alone would not be."""
+        if len(items) == 1:
+            return [await self._prepare_item(items[0], options, settings, deadline)]
+        sources = [await _source(item) for item in items]
+
+        async def load_and_process() -> list[PreparedItem]:
+            loading = (
+                _naming(item, self._load(source, options, deadline))
+                for item, source in zip(items, sources, strict=True)
+            )
+            loaded = await gather_all(list(loading))
+            process = self._stages.preprocessor.process_together
+            media = [media for media, _ in loaded]
+            batch, processing = await self._process(process, media, settings, deadline)
+            return [
+                PreparedItem(item, media, each, {"load": load, "preprocess": processing})
+                for item, (media, load), each in zip(items, loaded, batch.features, strict=True)
+            ]
+
+        return await _naming(items[0], once_more(load_and_process, on=InputLost))
+
+    async def _prepare_item(
+        self, item: Item, options: MediaOptions, settings: ProcessorSettings, deadline: Deadline
+    ) -> PreparedItem:
         """Load, then preprocess; a lost array means both once more."""
         source = await _source(item)
 
         async def load_and_process() -> PreparedItem:
             media, load = await self._load(source, options, deadline)
-            features, process = await self._process(media, deadline)
+            features, process = await self._process(
+                self._stages.preprocessor.process, media, settings, deadline
+            )
             return PreparedItem(item, media, features, {"load": load, "preprocess": process})
 
-        try:
-            return await once_more(load_and_process, on=InputLost)
-        except ServingError as error:
-            error.param = error.param or item.param
-            raise
+        return await _naming(item, once_more(load_and_process, on=InputLost))
 
     async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
         load = self._stages.media.load
@@ -142,12 +178,20 @@ class Pipeline:
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
 
-    async def _process(self, media: Media, deadline: Deadline) -> Any:
-        process = self._stages.preprocessor.process
+    async def _process(
+        self, process: Any, media: Media | list[Media], settings: ProcessorSettings, deadline: Deadline
+    ) -> Any:
         return await once_more(
-            lambda: call(process, media, deadline.left_s(), stage="MMPreprocessor", deadline=deadline),
+            lambda: call(
+                process, media, deadline.left_s(), settings, stage="MMPreprocessor", deadline=deadline
+            ),
             on=ReplicaDied,
         )
+
+    def _check_settings(self, parsed: ParsedChat) -> None:
+        inputs = self._stages.inputs
+        decoding = ("fps", "num_frames") if Modality.VIDEO in inputs.modalities else ()
+        check_settings(parsed.settings, inputs.settings, decoding)
 
     def _check_modalities(self, items: list[Item]) -> None:
         for item in items:
@@ -178,6 +222,23 @@ class Pipeline:
                 " for an answer. Send less.",
                 "messages",
             )
+
+
+def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
+    """Items that are preprocessed in one call; in the order of their first ones."""
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.modality if item.modality in together else item.param, []).append(item)
+    return list(groups.values())
+
+
+async def _naming(item: Item, work: Awaitable[T]) -> T:
+    """What fails here is this item's, where it does not say another."""
+    try:
+        return await work
+    except ServingError as error:
+        error.param = error.param or item.param
+        raise
 
 
 async def _source(item: Item) -> MediaSource:

@@ -189,6 +189,38 @@ class MediaIOKwargs(_MediaIO):
     video: VideoIO = Field(default_factory=VideoIO)
 
 
+class ProcessorKwargs(_Wire):
+    """vLLM's `mm_processor_kwargs`, as far as they are safe; what a model's processor takes is its own.
+
+    `fps` and `num_frames` mean those of `media_io_kwargs.video`, which come first.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    min_pixels: int | None = Field(default=None, ge=1)
+    max_pixels: int | None = Field(default=None, ge=1)
+    max_patches: int | None = Field(default=None, ge=1)
+    dynamic_hd: int | None = Field(default=None, ge=1)
+    max_soft_tokens: int | None = Field(default=None, ge=1)
+    crop_to_patches: bool | None = None
+    do_image_splitting: bool | None = None
+    do_pan_and_scan: bool | None = None
+    fps: float | None = Field(default=None, gt=0, le=1000)
+    num_frames: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        for name in data.keys() - cls.model_fields.keys() if isinstance(data, dict) else ():
+            allowed = ", ".join(sorted(cls.model_fields))
+            param = f"mm_processor_kwargs.{name[:64]}"
+            raise _NotOffered(f"{param} is not supported here; allowed are {allowed}", param)
+        return data
+
+    def of_processor(self) -> dict[str, int | bool]:
+        return self.model_dump(exclude_none=True, exclude={"fps", "num_frames"})
+
+
 class StreamOptions(_Wire):
     include_usage: bool = False
 
@@ -231,6 +263,7 @@ class ChatRequest(_Wire):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
+    mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding
 
     @field_validator("stop", mode="before")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,7 +14,7 @@ from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
 from deployments.logs import log_refusals_in_one_line
 from deployments.pool import WorkPool
-from deployments.types import Chat, Modality, Prompt, TokenizerSpec
+from deployments.types import Chat, Edges, Modality, Prompt, TokenizerSpec
 
 
 class TokenizerConfig(BaseModel):
@@ -38,21 +38,22 @@ class Tokenizer:
             self._idle.put(encoder)
         self._spec = encoder.spec
 
-    async def encode(self, chat: Chat) -> Prompt:
+    async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
         """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
 
-        Raises InvalidRequest where the template refuses the conversation, with the template's words.
+        `edges`: of each item, in their order; none where all are empty. Raises InvalidRequest where the
+        template refuses the conversation, with the template's words.
         """
-        prompt, ms = await self._pool.run(self._encode, chat)
+        prompt, ms = await self._pool.run(self._encode, chat, edges or [])
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
 
     async def describe(self) -> TokenizerSpec:
         return self._spec
 
-    def _encode(self, chat: Chat) -> Prompt:
+    def _encode(self, chat: Chat, edges: list[Edges]) -> Prompt:
         encoder = self._idle.get()
         try:
-            return encoder.encode(chat)
+            return encoder.encode(chat, edges)
         finally:
             self._idle.put(encoder)
 
@@ -76,6 +77,7 @@ class ChatEncoder:
             tokenizer.convert_tokens_to_ids(token): modality
             for modality, token in prompting.placeholders.items()
         }
+        self._placeholders = _placeholder_pattern(prompting)
         self._control = _control_tokens(prompting)
         self._takes = {
             (role, form): self._renders(role, form) for role in _AROUND for form in (_as_string, _as_parts)
@@ -83,14 +85,18 @@ class ChatEncoder:
         self._knows_developers = "developer" in self._template
         self._wrap = _special_token_frame(tokenizer) if prompting.add_special_tokens else ([], [])
 
-    def encode(self, chat: Chat) -> Prompt:
-        token_ids = self._token_ids(chat)
-        return Prompt(token_ids, self._placeholders(chat, token_ids))
+    def encode(self, chat: Chat, edges: Sequence[Edges] = ()) -> Prompt:
+        """`edges`: of each item, in their order; none where all are empty."""
+        items = _items(chat)
+        token_ids = self._token_ids(chat, list(zip(items, edges, strict=True)) if edges else [])
+        return Prompt(token_ids, self._find(items, token_ids))
 
-    def _token_ids(self, chat: Chat) -> list[int]:
+    def _token_ids(self, chat: Chat, edges: Sequence[tuple[Modality, Edges]]) -> list[int]:
         from transformers.utils.chat_template_utils import encode_marked_chat
 
         text = self._render(chat)
+        if edges:
+            text = self._with_edges(text, edges)
         token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
         if self._tokenizer.bos_token and text.startswith(self._tokenizer.bos_token):
             return token_ids
@@ -101,7 +107,7 @@ class ChatEncoder:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import mark_control_tokens
 
-        messages = mark_control_tokens([self._adapted(message) for message in chat.messages], self._control)
+        messages = mark_control_tokens([self.adapted(message) for message in chat.messages], self._control)
         for message in messages:
             self._keep_apart(message.get("content") or "")
         try:
@@ -123,7 +129,7 @@ class ChatEncoder:
         )
         return str(texts[0])
 
-    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+    def adapted(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message in a form that the template takes, where it does not take the client's."""
         role, content = message["role"], message.get("content")
         if role == "developer" and not self._knows_developers:
@@ -164,15 +170,18 @@ class ChatEncoder:
             for part in texts:
                 part["text"] = _CONTROL_TOKEN_END + part["text"]
 
-    def _placeholders(self, chat: Chat, token_ids: list[int]) -> list[tuple[Modality, int]]:
+    def _with_edges(self, text: str, edges: Sequence[tuple[Modality, Edges]]) -> str:
+        """The items' own text around their placeholders, to be encoded with what stands beside it."""
+        left = {m: iter([edge for modality, edge in edges if modality == m]) for m in Modality}
+
+        def framed(match: re.Match[str]) -> str:
+            head, tail = next(left[Modality(str(match.lastgroup))], ("", ""))
+            return head + match.group() + tail
+
+        return self._placeholders.sub(framed, text)
+
+    def _find(self, items: list[Modality], token_ids: list[int]) -> list[tuple[Modality, int]]:
         """Each item's place in the prompt: the n-th image is the n-th image placeholder, and so on."""
-        items = [
-            Modality(part["type"])
-            for message in chat.messages
-            if isinstance(content := message.get("content"), list)
-            for part in content
-            if part["type"] != "text"
-        ]
         places: dict[Modality, list[int]] = {modality: [] for modality in Modality}
         for index, token_id in enumerate(token_ids):
             if modality := self._modality_of.get(token_id):
@@ -187,6 +196,16 @@ class ChatEncoder:
             raise InvalidRequest("The model's chat template made places for media that were not sent.")
         iterators = {modality: iter(indices) for modality, indices in places.items()}
         return [(modality, next(iterators[modality])) for modality in items]
+
+
+def _items(chat: Chat) -> list[Modality]:
+    return [
+        Modality(part["type"])
+        for message in chat.messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if part["type"] != "text"
+    ]
 
 
 def _is_text(parts: list[dict[str, Any]]) -> bool:
@@ -204,6 +223,14 @@ def _as_parts(texts: list[str]) -> list[dict[str, str]]:
 # A conversation that each role fits into, for templates that insist on turns.
 _AROUND = {"system": ("system", "user"), "user": ("user",), "assistant": ("user", "assistant")}
 _PROBES = ("probe one", "probe two")
+
+
+def _placeholder_pattern(prompting: Prompting) -> re.Pattern[str]:
+    """Matches the placeholders that the template wrote, not those that a user typed, which are marked."""
+    from transformers.utils.chat_template_utils import _CONTROL_TOKEN_START
+
+    tokens = [f"(?P<{m}>{re.escape(token)})" for m, token in prompting.placeholders.items()]
+    return re.compile(f"(?<!{_CONTROL_TOKEN_START})(?:{'|'.join(tokens) or '(?!)'})")
 
 
 def _control_tokens(prompting: Prompting) -> re.Pattern[str]:

@@ -17,6 +17,10 @@ class Modality(StrEnum):
 
 Arrays = dict[str, npt.NDArray[Any]]
 
+# Plain text that a processor puts right before and after an item's tokens. It grows together with the text
+# around it, so it is encoded with the prompt.
+Edges = tuple[str, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:
@@ -108,18 +112,30 @@ class MMFeatures:
     """
 
     modality: Modality
-    digest: str
+    digest: (
+        str  # hex blake3 over all that shaped the features: media, processor, the request's settings of it
+    )
     num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
     replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
     payload: Payload
     shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name)
     service_ms: float = 0.0
     cached: bool = False
+    edges: Edges = ("", "")
+    family: str = ""  # class of the processor: how features of several items join
 
     @property
     def length(self) -> int:
         """Token ids that replace the placeholder: `num_tokens` and what the family wraps around them."""
         return sum(count for _, count in self.replacement)
+
+
+@dataclass(frozen=True, slots=True)
+class MMBatch:
+    """Items that were processed in one call, in their order."""
+
+    features: list[MMFeatures]
+    service_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +191,9 @@ class InputSpec:
 
     modalities: list[Modality]
     options: MediaOptions
+    # What a request may set of the processor, by name, and the largest value; None for what is on or off.
+    settings: dict[str, int | None] = field(default_factory=dict)
+    together: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,16 @@ from PIL import Image
 
 from deployments.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.engine.base import EngineItem
+from deployments.exactness import only_what_is_exact
+from deployments.item_processor import ItemProcessor
 from deployments.multimodal.placeholders import run_lengths
-from deployments.preprocess import ItemProcessor
+from deployments.multimodal.settings import ProcessorSettings
 from deployments.tokenizer import ChatEncoder
 from deployments.types import Arrays, Chat, Media, MMFeatures, Modality, Payload
 
 OMNI = "tiny-omni"
+
+Item = tuple[Media, Arrays]
 
 # No tests write to it; what it holds is deleted with the process.
 _SCRATCH = tempfile.TemporaryDirectory(prefix="headrace-tests-")
@@ -59,7 +63,7 @@ def _vl_tokenizer() -> Any:
     return tokenizer
 
 
-_VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
+VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
 
 
 @cache
@@ -77,9 +81,9 @@ def qwen_vl() -> str:
     folder = Path(_SCRATCH.name) / "qwen-vl"
     tokenizer = _vl_tokenizer()
     Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(**_VL_SIZES),
+        Qwen2VLImageProcessor(**VL_SIZES),
         tokenizer,
-        Qwen2VLVideoProcessor(**_VL_SIZES, cap_pixels_per_frame=False, fps=2),
+        Qwen2VLVideoProcessor(**VL_SIZES, cap_pixels_per_frame=False, fps=2),
         chat_template=QWEN_VL_TEMPLATE,
     ).save_pretrained(folder)
 
@@ -127,9 +131,9 @@ def qwen3_vl() -> str:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     folder = Path(_SCRATCH.name) / "qwen3-vl"
-    video_sizes = _VL_SIZES | {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 8}}
+    video_sizes = VL_SIZES | {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 8}}
     Qwen3VLProcessor(
-        Qwen2VLImageProcessor(**_VL_SIZES),
+        Qwen2VLImageProcessor(**VL_SIZES),
         _vl_tokenizer(),
         Qwen3VLVideoProcessor(**video_sizes),
         chat_template=QWEN_VL_TEMPLATE,
@@ -148,7 +152,7 @@ def processor(model: str) -> Any:
 
 @cache
 def item_processor(model: str) -> ItemProcessor:
-    return ItemProcessor(processor(model))
+    return only_what_is_exact(ItemProcessor(processor(model)))
 
 
 def tokenizer(model: str) -> ChatEncoder:
@@ -157,14 +161,19 @@ def tokenizer(model: str) -> ChatEncoder:
 
 def accepts(model: str) -> frozenset[str]:
     """The arguments of the model's `forward`."""
+    classes = {
+        OMNI: "Qwen2_5OmniThinkerForConditionalGeneration",
+        qwen_vl(): "Qwen2_5_VLForConditionalGeneration",
+        qwen3_vl(): "Qwen3VLForConditionalGeneration",
+    }
+    return arguments_of(classes[model])
+
+
+def arguments_of(model_class: str) -> frozenset[str]:
+    """Of the `forward` of a class of transformers."""
     import transformers
 
-    classes = {
-        OMNI: transformers.Qwen2_5OmniThinkerForConditionalGeneration,
-        qwen_vl(): transformers.Qwen2_5_VLForConditionalGeneration,
-        qwen3_vl(): transformers.Qwen3VLForConditionalGeneration,
-    }
-    return frozenset(inspect.signature(classes[model].forward).parameters)
+    return frozenset(inspect.signature(getattr(transformers, model_class).forward).parameters)
 
 
 def image(seed: int, height: int = 40, width: int = 56) -> tuple[Media, Arrays]:
@@ -200,11 +209,57 @@ def _media(
 
 def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:
     """What the preprocessing stage sends and the model stage unpacks."""
-    done = item_processor(model).process(media, arrays)
-    features = MMFeatures(
-        media.modality, media.digest, done.num_tokens, run_lengths(done.token_ids), Payload(0), {}
-    )
-    return EngineItem(features, done.features)
+    (item,) = engine_items(model, [(media, arrays)])
+    return item
+
+
+def engine_items(
+    model: str, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
+) -> list[EngineItem]:
+    """Of one call of the processor."""
+    return [
+        EngineItem(
+            MMFeatures(
+                done.modality,
+                done.digest,
+                done.num_tokens,
+                run_lengths(done.token_ids),
+                Payload(0),
+                {},
+                edges=done.edges,
+                family=done.family,
+            ),
+            done.features,
+        )
+        for done in item_processor(model).process(items, settings)
+    ]
+
+
+def assembled(
+    model: str,
+    conversation: Chat,
+    items: Sequence[tuple[Media, Arrays]],
+    accepts: frozenset[str],
+    settings: ProcessorSettings | None = None,
+) -> dict[str, Any]:
+    """What the model gets of items that were processed apart; `accepts`: see `assemble`."""
+    import torch
+
+    from deployments.engine.assemble import assemble
+
+    done: dict[int, EngineItem] = {}
+    for group in _groups(items, item_processor(model).together):
+        done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
+    ordered = [done[i] for i in range(len(items))]
+    prompt = tokenizer(model).encode(conversation, [item.features.edges for item in ordered])
+    return assemble(prompt, ordered, accepts, torch.float32)
+
+
+def _groups(items: Sequence[tuple[Media, Arrays]], together: frozenset[Modality]) -> list[list[int]]:
+    groups: dict[object, list[int]] = {}
+    for i, (media, _) in enumerate(items):
+        groups.setdefault(media.modality if media.modality in together else i, []).append(i)
+    return list(groups.values())
 
 
 def chat(*parts: str | Media) -> Chat:
@@ -216,7 +271,9 @@ def _part(part: str | Media) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": str(part.modality)}
 
 
-def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]]) -> dict[str, Any]:
+def joint_call(
+    model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]], **settings: Any
+) -> dict[str, Any]:
     """The whole conversation in one call of the processor, with media as its users pass them."""
     rest = iter(items)
     metadata = []
@@ -233,7 +290,7 @@ def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arra
                 if media.video_metadata:
                     metadata.append(media.video_metadata)
         messages.append({**message, "content": content})
-    kwargs: dict[str, Any] = {"return_tensors": "pt"}
+    kwargs: dict[str, Any] = {"return_tensors": "pt", **settings}
     if metadata:
         kwargs |= {"video_metadata": [metadata], "do_sample_frames": False}
         if "video_second_per_grid" in processor(model).model_input_names:
