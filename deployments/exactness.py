@@ -79,7 +79,7 @@ class _Trial:
             try:
                 ours, theirs = self._apart(some), self._jointly(some)
             # The border to templates and processors of all families: whatever they raise here is a no.
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 return f"{type(error).__name__}: {error}"
             if odd := ours.keys() ^ theirs.keys():
                 return f"{', '.join(sorted(odd))} only on one side"

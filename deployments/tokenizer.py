@@ -97,7 +97,11 @@ class ChatEncoder:
         text = self._render(chat)
         if edges:
             text = self._with_edges(text, edges)
-        token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
+        try:
+            token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
+        except ValueError as error:
+            # A vocabulary may hold a control token among its plain ones; then its name cannot be written.
+            raise InvalidRequest(f"The tokenizer cannot take this text as text: {error}") from error
         if self._tokenizer.bos_token and text.startswith(self._tokenizer.bos_token):
             return token_ids
         before, after = self._wrap

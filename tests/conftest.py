@@ -8,6 +8,17 @@ import pytest
 from cluster import Server
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch, as in the stages: with several, the last bit depends on how much is computed at once."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server.start(tmp_path_factory.mktemp("server")) as running:

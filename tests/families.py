@@ -5,6 +5,7 @@ Each is a folder as `save_pretrained` makes it, so that it is loaded the way any
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,9 @@ def _of_pieces(
         vocab_size=500, special_tokens=["<pad>", "<eos>", bos, "<unk>", *all_bytes], show_progress=False
     )
     backend.train_from_iterator(_CORPUS, trainer)
+    trained = json.loads(backend.to_str())
+    trained["added_tokens"] = [t for t in trained["added_tokens"] if t["content"] not in all_bytes]
+    backend = Tokenizer.from_str(json.dumps(trained))
     backend.post_processor = TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
     )

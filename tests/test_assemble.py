@@ -26,7 +26,10 @@ from tiny_models import (
 from deployments.errors import ServingError
 from deployments.types import Arrays, Chat, Media
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def assert_joint(model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]]) -> None:

@@ -47,9 +47,8 @@ def as_kwargs(processor: Any, modality: Modality, settings: ProcessorSettings) -
     kwargs: dict[str, Any] = dict(settings)
     least, most = kwargs.pop("min_pixels", None), kwargs.pop("max_pixels", None)
     if least or most:
-        size = _size(processor, modality)
-        most = most or size["longest_edge"]
-        kwargs["size"] = {"shortest_edge": min(least or size["shortest_edge"], most), "longest_edge": most}
+        given = {"shortest_edge": least, "longest_edge": most}
+        kwargs["size"] = {edge: given[edge] or own for edge, own in _size(processor, modality).items()}
     return kwargs
 
 
