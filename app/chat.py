@@ -55,8 +55,9 @@ class ParsedChat:
 
     @property
     def num_text_bytes(self) -> int:
-        """UTF-8 bytes of all texts together."""
+        """UTF-8 bytes of all texts and names together."""
         contents: list[Any] = [message["content"] for message in self.chat.messages]
+        contents += [message["name"] for message in self.chat.messages if "name" in message]
         texts: list[str] = [content for content in contents if isinstance(content, str)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         texts += [part["text"] for part in parts if part["type"] == "text"]
@@ -84,7 +85,8 @@ def parse_chat(
                 else:
                     items.append(_item(part, f"messages[{i}].content[{j}]", strings))
                     content.append({"type": str(items[-1].modality)})
-        messages.append({"role": message.role, "content": content})
+        named = {"name": _text(message.name, strings)} if message.name else {}
+        messages.append({"role": message.role, "content": content, **named})
     _check_counts(items, limits or {})
     return ParsedChat(Chat(messages), items, request.mm_processor_kwargs.of_processor())
 

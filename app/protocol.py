@@ -211,10 +211,11 @@ class ProcessorKwargs(_Wire):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        for name in data.keys() - cls.model_fields.keys() if isinstance(data, dict) else ():
-            allowed = ", ".join(sorted(cls.model_fields))
-            param = f"mm_processor_kwargs.{name[:64]}"
-            raise _NotOffered(f"{param} is not supported here; allowed are {allowed}", param)
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if value is not None and name not in cls.model_fields:
+                allowed = ", ".join(sorted(cls.model_fields))
+                param = f"mm_processor_kwargs.{name[:64]}"
+                raise _NotOffered(f"{param} is not supported here; allowed are {allowed}", param)
         return data
 
     def of_processor(self) -> dict[str, int | bool]:

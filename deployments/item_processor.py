@@ -99,9 +99,9 @@ class ItemProcessor:
         """Of each item: over all that shapes what `process` makes of it."""
         modality = items[0].modality
         own = self._own(modality, settings)
-        together = [media.digest for media in items]
-        shaping = (self._fingerprint, repr(sorted(own.items())), *together)
-        return [digest(modality, name, *shaping) for name in together]
+        contents = [media.digest for media in items]
+        shaping = (modality, self._fingerprint, repr(sorted(own.items())), *contents)
+        return [digest(*shaping, str(place)) for place in range(len(items))]
 
     def _own(self, modality: Modality, settings: ProcessorSettings | None) -> ProcessorSettings:
         """Those of a request's settings that concern this modality."""
@@ -189,7 +189,7 @@ def _walls(processor: Any, modality: Modality, placeholder: str, seams: list[str
         rendered = processor.apply_chat_template(
             [{"role": "user", "content": [text, {"type": str(modality)}, text]}], tokenize=False
         )
-    except TemplateError:
+    except (TemplateError, TypeError):  # one that wants strings
         return "", ""
     left, _, right = rendered.partition(placeholder)
     before = next((token for token in seams if left.endswith(token)), "")

@@ -517,7 +517,7 @@ def samples(family: Family) -> list[Item]:
 
 # Videos have as many frames each: some processors stack them.
 _SAMPLES: dict[str, Callable[[int], Item]] = {
-    IMAGE: lambda i: image(i, *((40, 56), (100, 30), (64, 64))[i]),
+    IMAGE: lambda i: image(i, *((40, 56), (100, 30), (560, 270))[i]),
     AUDIO: lambda i: audio(i, (1.0, 1.73, 0.5)[i]),
     VIDEO: lambda i: video(i, 6, *((32, 48), (64, 24), (40, 40))[i]),
 }

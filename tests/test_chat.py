@@ -171,3 +171,42 @@ def test_what_a_request_says_of_decoding_takes_the_place_of_defaults(
 ) -> None:
     request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
     assert media_options(request, DEFAULTS) == expected
+
+
+def test_names_reach_the_template_and_count_as_text() -> None:
+    result = parsed({"role": "user", "name": "Zoë", "content": "hi"}, {"role": "user", "content": "ho"})
+    assert [message.get("name") for message in result.chat.messages] == ["Zoë", None]
+    assert result.num_text_bytes == len("Zoë".encode()) + 4
+
+
+def test_settings_of_the_processor_travel_with_the_chat() -> None:
+    kwargs = {"max_pixels": 1024, "do_pan_and_scan": False, "min_pixels": None, "fps": 2}
+    request = parse_chat_request(
+        {"messages": [{"role": "user", "content": "hi"}], "mm_processor_kwargs": kwargs}
+    )
+    assert parse_chat(request, {}).settings == {"max_pixels": 1024, "do_pan_and_scan": False}
+
+
+@pytest.mark.parametrize(
+    ("io", "kwargs", "expected"),
+    [
+        ({}, {"fps": 1.5}, (None, 1.5)),
+        ({}, {"num_frames": 7}, (7, None)),
+        ({}, {"num_frames": 7, "fps": 1}, (7, 1)),
+        ({"fps": 3}, {"num_frames": 7}, (None, 3)),
+        ({"num_frames": -1}, {"num_frames": 7}, (None, None)),
+        ({}, {"max_pixels": 100}, (8, None)),
+    ],
+)
+def test_frames_are_chosen_by_either_field(
+    io: dict[str, object], kwargs: dict[str, object], expected: tuple[int | None, float | None]
+) -> None:
+    request = parse_chat_request(
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "media_io_kwargs": {"video": io},
+            "mm_processor_kwargs": kwargs,
+        }
+    )
+    options = media_options(request, MediaOptions(num_frames=8))
+    assert (options.num_frames, options.fps) == expected

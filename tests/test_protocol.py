@@ -165,3 +165,29 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: obje
 
 def test_the_number_of_parts_is_bounded() -> None:
     assert "limit is 8192" in refusal(chat(["a"] * 8192)).message
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "param"),
+    [
+        ({"max_pixels": 0}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": 1.5}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": "9"}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": True}, "mm_processor_kwargs.max_pixels"),
+        ({"do_pan_and_scan": 1}, "mm_processor_kwargs.do_pan_and_scan"),
+        ({"fps": 0}, "mm_processor_kwargs.fps"),
+        ({"fps": 1e9}, "mm_processor_kwargs.fps"),
+        ({"num_frames": -1}, "mm_processor_kwargs.num_frames"),
+        ([], "mm_processor_kwargs"),
+    ],
+)
+def test_wrong_settings_of_the_processor_are_named(kwargs: object, param: str) -> None:
+    assert refusal(chat("hi", mm_processor_kwargs=kwargs)).param == param
+
+
+@pytest.mark.parametrize("name", ["do_resize", "size", "patch_size", "images_kwargs", "x" * 1000])
+def test_unknown_settings_of_the_processor_are_refused_with_those_allowed(name: str) -> None:
+    error = refusal(chat("hi", mm_processor_kwargs={name: 1}))
+    assert error.param == f"mm_processor_kwargs.{name[:64]}"
+    assert "allowed are crop_to_patches, do_image_splitting, do_pan_and_scan" in error.message
+    assert parse_chat_request(chat("hi", mm_processor_kwargs={name: None})) == parse_chat_request(chat("hi"))
