@@ -1,11 +1,11 @@
-"""Tiny models with random weights of the families in families.py, to see that the inputs fit them."""
+"""Tiny models with random weights of the families in tiny_families.py, to see that the inputs fit them."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from families import AUDIO, FAMILIES, GRID, IMAGE, SIDE, VIDEO, Family
+from tiny_families import AUDIO, FAMILIES, GRID, IMAGE, SIDE, VIDEO, Family
 from tiny_models import processor
 
 # Gemma 3n needs a package that is not installed (timm); Aria's images of 4900 patches take half a minute.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from families import FAMILIES
+from tiny_families import FAMILIES, paligemma
 from tiny_models import OMNI, image, processor
 
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
+from deployments.preprocess import MMPreprocessor, PreprocessConfig
 from deployments.types import Modality
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -84,6 +85,11 @@ def test_a_model_of_which_nothing_comes_out_does_not_start() -> None:
 
     with pytest.raises(ValueError, match=r"Failing: video input .* RuntimeError: no"):
         tried_as(Failing)
+
+
+def test_a_family_that_cannot_be_served_apart_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="PaliGemmaProcessor: image input does not come out"):
+        MMPreprocessor(PreprocessConfig(model=paligemma()))
 
 
 def test_an_item_of_several_that_are_processed_together_is_its_share() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from families import FAMILIES, Family, conversation, samples
+from families import DOCS, document
 from family_models import WITH_MODELS, tiny_model
+from tiny_families import FAMILIES, Family, compared, conversation, samples
 from tiny_models import Item, arguments_of, assembled, chat, item_processor, joint_call, processor, tokenizer
 
 from deployments.types import Chat, Modality
@@ -19,16 +20,9 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
 def assert_exact(family: Family, chat: Chat, items: list[Item], **settings: int | bool) -> None:
-    import torch
-
-    folder = family.folder()
-    ours = assembled(folder, chat, items, arguments_of(family.model_class), settings)
-    theirs = joint_call(folder, chat, items, **settings)
-    assert theirs.keys() - ours.keys() <= family.not_for_the_model
-    assert ours.keys() <= theirs.keys()
-    for name, array in ours.items():
-        assert array.dtype == theirs[name].dtype, name
-        assert torch.equal(array, theirs[name]), name
+    equal = compared(family, chat, items, **settings)
+    assert {"input_ids", "attention_mask"} <= equal.keys()
+    assert equal == dict.fromkeys(equal, True)
 
 
 @every_family
@@ -104,3 +98,7 @@ def test_settings_of_a_request_are_those_of_the_joint_call(family: Family) -> No
         if name == "max_soft_tokens":
             continue  # the smallest value of the processor is the tiny one's own
         assert_exact(family, conversation(items), items, **{name: value})
+
+
+def test_the_table_in_the_docs_is_true() -> None:
+    assert DOCS.read_text(encoding="utf-8") == document(), "run scripts/families.py --write"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from families import FAMILIES
+from tiny_families import FAMILIES
 from tiny_models import OMNI, processor, qwen_vl
 
 from deployments.errors import InvalidRequest

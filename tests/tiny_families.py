@@ -13,7 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiny_models import OMNI, VL_SIZES, Item, audio, image, qwen3_vl, qwen_vl, video
+from tiny_models import (
+    OMNI,
+    VL_SIZES,
+    Item,
+    arguments_of,
+    assembled,
+    audio,
+    image,
+    joint_call,
+    qwen3_vl,
+    qwen_vl,
+    video,
+)
 
 from deployments.checkpoint import BUNDLED
 from deployments.types import Chat
@@ -33,7 +45,6 @@ class Family:
     modalities: tuple[str, ...]
     model_class: str  # in transformers
     folder: Callable[[], str]
-    not_for_the_model: frozenset[str] = frozenset()  # what the processor returns and `forward` does not take
 
     def __str__(self) -> str:
         return self.name
@@ -483,6 +494,19 @@ def _glm4v() -> str:
     )
 
 
+@cache
+def paligemma() -> str:
+    """One that cannot be served apart: its processor writes into the text around the images."""
+    from transformers import PaliGemmaProcessor, SiglipImageProcessor
+
+    images = SiglipImageProcessor(size=SQUARE)
+    images.image_seq_length = 4
+    template = chat_template(("", ""), {IMAGE: "<image>"}, "")
+    return _saved(
+        "paligemma", PaliGemmaProcessor(images, _like_gemma(["<image>"], {}), chat_template=template)
+    )
+
+
 FAMILIES = [
     Family("Qwen2-VL", (IMAGE, VIDEO), "Qwen2VLForConditionalGeneration", _qwen2_vl),
     Family("Qwen2.5-VL", (IMAGE, VIDEO), "Qwen2_5_VLForConditionalGeneration", qwen_vl),
@@ -538,3 +562,19 @@ def conversation(items: Sequence[Item]) -> Chat:
             {"role": "user", "content": [text[1], *last[:1], text[2], *last[1:], text[0]]},
         ]
     )
+
+
+def compared(family: Family, chat: Chat, items: Sequence[Item], **settings: int | bool) -> dict[str, bool]:
+    """Of each tensor: whether items apart, joined, give the same bits as one call for them all."""
+    import torch
+
+    folder = family.folder()
+    ours = assembled(folder, chat, items, arguments_of(family.model_class), settings)
+    theirs = joint_call(folder, chat, items, **settings)
+    both = ours.keys() & theirs.keys()
+    return {
+        name: name in both
+        and ours[name].dtype == theirs[name].dtype
+        and torch.equal(ours[name], theirs[name])
+        for name in sorted(ours.keys() | theirs.keys())
+    }
