@@ -20,6 +20,7 @@ from deployments.tokenizer import Tokenizer
 
 class LocalGraph:
     def __init__(self, config: AppConfig) -> None:
+        self.config = config
         self.settings: ApiSettings = config.api
         self.tokenizer = local(Tokenizer, config.tokenizer)
         self.media = local(MediaLoader, config.media)

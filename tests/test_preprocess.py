@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_families import FAMILIES
 from tiny_models import (
     MODELS,
     OMNI,
@@ -196,3 +197,20 @@ async def test_description(stage: MMPreprocessor, vl_stage: MMPreprocessor) -> N
     assert omni.options == MediaOptions(sampling_rate=16000, num_frames=8, fps=None)
     assert vl.modalities == [Modality.IMAGE, Modality.VIDEO]
     assert vl.options == MediaOptions(sampling_rate=16000, num_frames=768, fps=2.0)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3n", "Gemma 4"])
+def test_a_sound_longer_than_what_an_extractor_looks_at_by_default_is_refused(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    items = ItemProcessor(processor(family.folder()))
+    items.process([audio(1, seconds=30)])
+    with pytest.raises(MediaTooLarge, match=r"30\.1 s long; the model takes at most 30 s"):
+        items.process([audio(1, seconds=30.1)])
+
+
+def test_an_extractor_that_cuts_nothing_takes_any_sound() -> None:
+    family = next(family for family in FAMILIES if family.name == "Phi-4-multimodal")
+    (short,), (long,) = (
+        ItemProcessor(processor(family.folder())).process([audio(1, seconds)]) for seconds in (30, 60)
+    )
+    assert long.num_tokens > 1.9 * short.num_tokens

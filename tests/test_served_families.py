@@ -10,11 +10,12 @@ import pytest
 from family_models import checkpoint
 from local_graph import LocalGraph, local
 from PIL import Image
+from ray.exceptions import OwnerDiedError
 from tiny_models import chat, image, joint_call
 
 from app.config import AppConfig
 from deployments.preprocess import MMPreprocessor
-from deployments.types import MMFeatures
+from deployments.types import MMBatch, MMFeatures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,6 +70,37 @@ async def test_settings_reach_the_processor_and_others_are_refused() -> None:
     assert refused.json()["error"]["message"].endswith("Its settings: do_pan_and_scan.")
 
 
+class Forgetful(MMPreprocessor):
+    """Loses its inputs the first time."""
+
+    forgets = True
+
+    async def process_together(self, *args: Any) -> MMBatch:
+        if self.forgets:
+            self.forgets = False
+            raise OwnerDiedError("00" * 28, None, "")
+        return await super().process_together(*args)
+
+
+async def test_items_that_go_together_are_loaded_again_where_one_is_lost() -> None:
+    served = graph(checkpoint("LLaVA-OneVision"))
+    forgetful = local(Forgetful, served.config.preprocess)
+    async with await served.client(preprocessor=forgetful) as client:
+        rendered = await client.post("/v1/chat/completions/render", json=body())
+    assert rendered.status_code == 200
+    assert len(rendered.json()["items"]) == 3
+
+
+async def test_one_broken_item_of_those_that_go_together_is_named() -> None:
+    content: list[object] = [*body()["messages"][0]["content"]]  # type: ignore[index]
+    content[3] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
+    broken = {"messages": [{"role": "user", "content": content}]}
+    async with await graph(checkpoint("LLaVA-OneVision")).client() as client:
+        answer = await client.post("/v1/chat/completions", json=broken)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["param"] == "messages[0].content[3]"
+
+
 class OneShort(MMPreprocessor):
     """Its items take a place less in the prompt than the model has embeddings for."""
 
@@ -82,7 +114,7 @@ class OneShort(MMPreprocessor):
 
 async def test_a_wrong_number_of_placeholders_is_an_error_of_that_request_alone() -> None:
     served = graph(checkpoint("Idefics3"))
-    short = local(OneShort, AppConfig.model_validate({"model": checkpoint("Idefics3")}).preprocess)
+    short = local(OneShort, served.config.preprocess)
     async with await served.client(preprocessor=short) as client:
         broken = await client.post("/v1/chat/completions", json=body())
         text = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
