@@ -53,8 +53,9 @@ class ItemProcessor:
         self.family = type(processor).__name__
         self.placeholders = placeholders_of(processor)
         self.together: frozenset[Modality] = frozenset()  # set by deployments.exactness
-        self._seams = _seam_tokens(processor)
-        self._walls = {m: _walls(processor, m, token, self._seams) for m, token in self.placeholders.items()}
+        seams = _seam_tokens(processor)
+        self._seam_ids = frozenset(getattr(processor, "tokenizer", processor).convert_tokens_to_ids(seams))
+        self._walls = {m: _walls(processor, m, token, seams) for m, token in self.placeholders.items()}
         self._settings = {m: settings_of(processor, m) for m in self.placeholders}
         self._fingerprint = _fingerprint(processor) if self.placeholders else ""
 
@@ -140,20 +141,20 @@ class ItemProcessor:
     def _cores(self, modality: Modality, text_ids: list[int], count: int) -> list[slice]:
         """Of each item, from the first to the last token at which the tokenizer always splits."""
         before, after = self._walls[modality]
-        seams = set(self._ids(self._seams))
         ends = [len(text_ids)]
         if count > 1:
-            (between,) = self._ids([self._between])
+            between = self.processor.tokenizer.convert_tokens_to_ids(self._between)
             ends = [i for i, token_id in enumerate(text_ids) if token_id == between] + ends
         cores, start = [], 0
         for end in ends:
             inner = range(start + bool(before), end - bool(after))
-            places = [i for i in inner if text_ids[i] in seams]
-            if not places:
+            first = next((i for i in inner if text_ids[i] in self._seam_ids), None)
+            last = next((i for i in reversed(inner) if text_ids[i] in self._seam_ids), None)
+            if first is None or last is None:
                 raise InvalidMedia(
                     f"This {modality} is too short or too small for the model to make anything of it."
                 )
-            cores.append(slice(places[0], places[-1] + 1))
+            cores.append(slice(first, last + 1))
             start = end + 1
         return cores
 
@@ -166,12 +167,9 @@ class ItemProcessor:
         return head, tail
 
     def _num_tokens(self, token_ids: list[int]) -> int:
-        seams = set(self._ids(self._seams))
-        return Counter(token_id for token_id in token_ids if token_id in seams).most_common(1)[0][1]
-
-    def _ids(self, tokens: list[str]) -> list[int]:
-        ids: list[int] = self.processor.tokenizer.convert_tokens_to_ids(tokens)
-        return ids
+        """Of what a family wraps around them, the positions of embeddings are the most."""
+        counts = Counter(token_ids).items()
+        return max(count for token_id, count in counts if token_id in self._seam_ids)
 
 
 def _seam_tokens(processor: Any) -> list[str]:
