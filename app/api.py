@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -21,7 +21,7 @@ from app.chat import ChatWriter, ParsedChat, Usage, check_short, media_options, 
 from app.detokenize import TextStream
 from app.intake import Body, parse, read_body
 from app.pipeline import Pipeline, Prepared
-from app.protocol import ChatRequest, error_envelope, parse_chat_request
+from app.protocol import ChatRequest, MediaIOKwargs, error_envelope, parse_chat_request
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
 from deployments.types import Modality
 
@@ -36,6 +36,8 @@ class ApiSettings:
     model_name: str
     timeout_s: float  # a request's deadline
     max_body_bytes: int
+    max_media_bytes: int = 2**63  # of all items of a request together, as sent or fetched
+    media_io_kwargs: MediaIOKwargs = field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
 
 
@@ -49,6 +51,7 @@ class Json(Response):
 def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
     app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False)
     started = int(time.time())
+    media_defaults = media_options(settings.media_io_kwargs, pipeline.media_options)
     model_card = {
         "id": settings.model_name,
         "object": "model",
@@ -67,11 +70,16 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
             )
         return request, parse_chat(request, body.strings, settings.limit_mm_per_prompt)
 
+    async def prepare(request: ChatRequest, parsed: ParsedChat, deadline: Deadline) -> Prepared:
+        options = media_options(request.media_io_kwargs, media_defaults)
+        options = replace(options, previews=request.previews)
+        return await pipeline.prepare(parsed, options, deadline, settings.max_media_bytes)
+
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         deadline = Deadline(settings.timeout_s)
         request, parsed = await read_request(http, deadline)
-        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
+        prepared = await prepare(request, parsed, deadline)
         answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
         if not request.stream:
             return Json(await answer.whole())
@@ -85,7 +93,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         deadline = Deadline(settings.timeout_s)
         request, parsed = await read_request(http, deadline)
         intake_ms = (time.perf_counter() - start) * 1000
-        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
+        prepared = await prepare(request, parsed, deadline)
         total_ms = (time.perf_counter() - start) * 1000
         timings = {
             "intake": round(intake_ms, 3),

@@ -16,6 +16,7 @@ from app.protocol import (
     ContentPart,
     ImagePart,
     InputAudioPart,
+    MediaIOKwargs,
     TextPart,
     VideoPart,
 )
@@ -157,11 +158,13 @@ def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, Lo
     return Item(param, modality, "url", url=url)
 
 
-def media_options(request: ChatRequest, defaults: MediaOptions) -> MediaOptions:
-    """`defaults`: as the model's processor wants. A request's `fps` takes the place of a default `num_frames`
-    and the other way round, so that a default never bounds what was asked for."""
-    image, video = request.media_io_kwargs.image, request.media_io_kwargs.video
-    options = replace(defaults, max_duration=video.max_duration, previews=request.previews)
+def media_options(kwargs: MediaIOKwargs, defaults: MediaOptions) -> MediaOptions:
+    """`defaults`: as the model's processor wants. An `fps` takes the place of a default `num_frames` and the
+    other way round, so that a default never bounds what was asked for."""
+    image, video = kwargs.image, kwargs.video
+    options = defaults
+    if video.max_duration is not None:
+        options = replace(options, max_duration=video.max_duration)
     if image.rgba_background_color:
         red, green, blue = image.rgba_background_color
         options = replace(options, background=(red, green, blue))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
-from deployments.errors import InvalidMedia, PromptTooLong, ServingError, UnsupportedMedia
+from deployments.errors import InvalidMedia, MediaTooLarge, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
 from deployments.payload import pack
 from deployments.types import (
@@ -24,6 +24,7 @@ from deployments.types import (
     MMFeatures,
     Modality,
     ModelSpec,
+    Payload,
     Prompt,
     SamplingParams,
     TokenizerSpec,
@@ -78,17 +79,42 @@ class Prepared:
         return counts
 
 
+class _Budget:
+    """Bytes that the media of one request may have together, as sent or fetched."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._spent: dict[str, int] = {}  # by item, which may be loaded twice
+
+    def spend(self, num_bytes: int, param: str) -> None:
+        """Raises MediaTooLarge that names the item which is too much."""
+        self._spent[param] = num_bytes
+        if sum(self._spent.values()) > self._max_bytes:
+            raise MediaTooLarge(
+                f"The media of this request have more than {self._max_bytes} bytes together. Send fewer or"
+                " smaller ones.",
+                param,
+            )
+
+
 class Pipeline:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self.limits = stages.limits
         self.media_options = stages.inputs.options
 
-    async def prepare(self, parsed: ParsedChat, options: MediaOptions, deadline: Deadline) -> Prepared:
-        """Raises the first failure in input order: the prompt's, then the items'."""
+    async def prepare(
+        self, parsed: ParsedChat, options: MediaOptions, deadline: Deadline, max_media_bytes: int
+    ) -> Prepared:
+        """`max_media_bytes`: of all items together, as sent or fetched.
+
+        Raises the first failure in input order: the prompt's, then the items'."""
         self._check_modalities(parsed.items)
         self._check_text(parsed.num_text_bytes)
-        pending = (self._prepare_item(item, options, deadline) for item in parsed.items)
+        budget = _Budget(max_media_bytes)
+        for item in parsed.items:
+            budget.spend(item.num_bytes, item.param)
+        pending = (self._prepare_item(item, options, deadline, budget) for item in parsed.items)
         results = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), items = results[0], results[1:]
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
@@ -115,13 +141,18 @@ class Pipeline:
             lambda: call(encode, parsed.chat, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
 
-    async def _prepare_item(self, item: Item, options: MediaOptions, deadline: Deadline) -> Any:
+    async def _prepare_item(
+        self, item: Item, options: MediaOptions, deadline: Deadline, budget: _Budget
+    ) -> Any:
         """Load, then preprocess; a lost array means both once more."""
         source = await _source(item)
 
         async def load_and_process() -> PreparedItem:
             media, load = await self._load(source, options, deadline)
+            if item.kind == "url":
+                budget.spend(media.num_bytes, item.param)
             features, process = await self._process(media, deadline)
+            media = replace(media, payload=Payload(0))  # lets go of what the model does not need
             return PreparedItem(item, media, features, {"load": load, "preprocess": process})
 
         try:
