@@ -180,7 +180,9 @@ class MediaServer:
         self.asked.append(request.path)
         try:
             if handler := self.handlers.get(request.path):
-                await handler(request)
+                response: web.StreamResponse | None = await handler(request)
+                if response:
+                    return response
         except asyncio.CancelledError:
             self.left.append(request.path)
             raise

@@ -302,8 +302,8 @@ def send(connection: socket.socket, body: object, request_id: str = "", path: st
 def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) -> None:
     """Each spelling by itself, and at the end of a redirect from a host that is allowed."""
 
-    async def redirects(request: web.Request) -> None:
-        raise web.HTTPTemporaryRedirect(urls[int(request.path[1:])])
+    async def redirects(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": urls[int(request.path[1:])]})
 
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
         listener.setblocking(False)
