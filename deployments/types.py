@@ -22,12 +22,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Payload:
     """Named arrays on their way between processes, opaque to whoever only passes them on.
 
-    Exactly one of `inline` and `ref` is set; see `deployments.payload` for packing and unpacking.
+    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
+    `deployments.payload` for packing and unpacking.
     """
 
     nbytes: int  # bytes of all arrays together
     inline: bytes | None = None  # pickled Arrays, for small ones
     ref: Any = None  # ray.ObjectRef of Arrays, for large ones
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.inline is None and self.ref is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class MediaOptions:
     max_duration: float | None = None  # s; by `fps`, a longer video gets no more frames than one so long
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
+    decode_again: bool = True  # the arrays are wanted of what was decoded before, too
 
 
 @dataclass(frozen=True, slots=True)

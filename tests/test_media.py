@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from test_video import clip
 
 from deployments.errors import FetchRefused, InvalidMedia, MediaTooLarge, ServingError, StageTimeout
 from deployments.media import MediaConfig, MediaLoader
-from deployments.multimodal import image
+from deployments.multimodal import data_uri, image
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy
 from deployments.payload import pack, unpack
@@ -455,3 +456,42 @@ async def test_a_fresh_body_is_no_way_around_the_policy() -> None:
         loader._policy = UrlPolicy()
         with pytest.raises(FetchRefused, match="a loopback address"):
             await cached(loader, host.url(), 1)
+
+
+async def test_what_was_decoded_before_comes_without_its_arrays_where_they_are_not_wanted() -> None:
+    source = await data(Modality.IMAGE, png())
+    known_will_do = replace(OPTIONS, decode_again=False)
+    async with loading() as loader:
+        first = await loader.load(source, known_will_do, 10)
+        again = await loader.load(source, known_will_do, 10)
+        wanted = await loader.load(source, OPTIONS, 10)
+        other = await loader.load(source, replace(known_will_do, background=(0, 0, 0)), 10)
+        shown = await loader.load(source, replace(known_will_do, previews=True), 10)
+    assert again.payload.is_left_out
+    assert (again.digest, again.info, again.mime) == (first.digest, first.info, first.mime)
+    assert not any(media.payload.is_left_out for media in (first, wanted, other, shown))
+    assert shown.previews
+
+
+async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers = 8
+    all_are_read = threading.Barrier(callers)
+    decoded = 0
+    read, decode = data_uri.decode, image.decode
+
+    def read_together(*args: Any) -> bytes:
+        all_are_read.wait(10)
+        return read(*args)
+
+    def counting(*args: Any) -> Any:
+        nonlocal decoded
+        decoded += 1
+        return decode(*args)
+
+    monkeypatch.setattr(data_uri, "decode", read_together)
+    monkeypatch.setattr(image, "decode", counting)
+    source = await data(Modality.IMAGE, png((400, 300)))
+    async with loading(threads=callers) as loader:
+        loaded = await asyncio.gather(*(loader.load(source, OPTIONS, 10) for _ in range(callers)))
+    assert decoded == 1
+    assert len({media.digest for media in loaded}) == 1
