@@ -1,8 +1,8 @@
 """Calls about the same content go to the same replica, where it may still be in a cache.
 
-Best effort: nothing depends on it but how often work is done twice. The key of a call is its `session_id`, as
-in `handle.options(session_id=digest).process.remote(...)`. (Not `multiplexed_model_id`: Serve's router indexes
-waiting calls by that and forgets none of them before the same id comes again.)
+Best effort: nothing depends on it but how often work is done twice. The key of a call is its `session_id`,
+as in `handle.options(session_id=digest).process.remote(...)`. (Not `multiplexed_model_id`: Serve's router
+indexes waiting calls by that and forgets none of them before the same id comes again.)
 """
 
 from __future__ import annotations

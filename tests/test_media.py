@@ -28,7 +28,7 @@ from test_video import clip
 
 from deployments.errors import FetchRefused, InvalidMedia, MediaTooLarge, ServingError, StageTimeout
 from deployments.media import MediaConfig, MediaLoader
-from deployments.multimodal import data_uri, image
+from deployments.multimodal import image
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy
 from deployments.payload import pack, unpack
@@ -474,24 +474,27 @@ async def test_what_was_decoded_before_comes_without_its_arrays_where_they_are_n
 
 
 async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    callers = 8
-    all_are_read = threading.Barrier(callers)
-    decoded = 0
-    read, decode = data_uri.decode, image.decode
+    callers, joined, decoded = 8, 0, 0
+    all_joined = threading.Event()
+    run, decode = SingleFlight.run, image.decode
 
-    def read_together(*args: Any) -> bytes:
-        all_are_read.wait(10)
-        return read(*args)
+    async def joining(*args: Any) -> Any:
+        nonlocal joined
+        joined += 1
+        if joined == callers:
+            all_joined.set()
+        return await run(*args)
 
-    def counting(*args: Any) -> Any:
+    def held(*args: Any) -> Any:
         nonlocal decoded
         decoded += 1
+        all_joined.wait(10)
         return decode(*args)
 
-    monkeypatch.setattr(data_uri, "decode", read_together)
-    monkeypatch.setattr(image, "decode", counting)
-    source = await data(Modality.IMAGE, png((400, 300)))
-    async with loading(threads=callers) as loader:
-        loaded = await asyncio.gather(*(loader.load(source, OPTIONS, 10) for _ in range(callers)))
+    monkeypatch.setattr(SingleFlight, "run", joining)
+    monkeypatch.setattr(image, "decode", held)
+    source = await data(Modality.IMAGE, png())
+    async with loading() as loader:
+        loaded = await asyncio.gather(*(loader.load(source, OPTIONS, 30) for _ in range(callers)))
     assert decoded == 1
     assert len({media.digest for media in loaded}) == 1
