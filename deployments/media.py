@@ -132,7 +132,7 @@ class MediaLoader:
             await self._fetcher.close()
 
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
-        """The item, without its arrays if it was decoded here before and `decode_again` and `previews` are off.
+        """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
 
         Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
 
