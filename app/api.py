@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,11 +17,28 @@ from tokenizers import Tokenizer
 
 from app import __version__
 from app.calls import Deadline
-from app.chat import ChatWriter, ParsedChat, Usage, check_short, media_options, parse_chat, sampling_params
+from app.chat import (
+    ChatWriter,
+    ParsedChat,
+    Usage,
+    check_short,
+    media_options,
+    parse_chat,
+    sampling_params,
+    whole_text,
+)
 from app.detokenize import TextStream
-from app.intake import Body, parse, read_body
+from app.intake import Body, LongString, parse, read_body
 from app.pipeline import Pipeline, Prepared
-from app.protocol import ChatRequest, MediaIOKwargs, error_envelope, parse_chat_request
+from app.protocol import (
+    ChatRequest,
+    DetokenizeRequest,
+    MediaIOKwargs,
+    TokenizeRequest,
+    error_envelope,
+    parse_as,
+    parse_chat_request,
+)
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
 from deployments.types import Modality
 
@@ -62,13 +79,21 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     async def read_request(http: Request, deadline: Deadline) -> tuple[ChatRequest, ParsedChat]:
         body = await _body(http, settings.max_body_bytes, deadline)
-        request = parse_chat_request(parse(body))
-        check_short(request, body.strings)
-        if request.model not in (None, settings.model_name):
+        return chat_of(parse(body), body.strings)
+
+    def chat_of(
+        document: dict[str, Any], strings: Mapping[str, LongString]
+    ) -> tuple[ChatRequest, ParsedChat]:
+        request = parse_chat_request(document)
+        check_short(request, strings)
+        check_model(request.model)
+        return request, parse_chat(request, strings, settings.limit_mm_per_prompt)
+
+    def check_model(model: str | None) -> None:
+        if model not in (None, settings.model_name):
             raise ModelNotFound(
-                f"The model {request.model!r} is not served here; it is {settings.model_name!r}.", "model"
+                f"The model {model!r} is not served here; it is {settings.model_name!r}.", "model"
             )
-        return request, parse_chat(request, body.strings, settings.limit_mm_per_prompt)
 
     async def prepare(request: ChatRequest, parsed: ParsedChat, deadline: Deadline) -> Prepared:
         options = media_options(request.media_io_kwargs, media_defaults)
@@ -102,16 +127,44 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         }
         return Json(rendered(prepared, settings.model_name, timings))
 
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        """Of a bare text, or of a conversation as the model gets it, its media included."""
+        deadline = Deadline(settings.timeout_s)
+        body = await _body(http, settings.max_body_bytes, deadline)
+        document = parse(body)
+        wants_strings = document.get("return_token_strs") is True
+        if "messages" in document:
+            prepared = await prepare(*chat_of(document, body.strings), deadline)
+            token_ids = prepared.token_ids
+        else:
+            request = parse_as(TokenizeRequest, document)
+            check_model(request.model)
+            text = whole_text(request.prompt, body.strings, "prompt")
+            token_ids = await pipeline.encode_text(text, request.add_special_tokens, deadline)
+        return Json(
+            {
+                "count": len(token_ids),
+                "max_model_len": pipeline.limits.max_model_len,
+                "tokens": token_ids,
+                "token_strs": (await pipeline.decode(token_ids, deadline)).tokens if wants_strings else None,
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        deadline = Deadline(settings.timeout_s)
+        request = parse_as(DetokenizeRequest, parse(await _body(http, settings.max_body_bytes, deadline)))
+        check_model(request.model)
+        return Json({"prompt": (await pipeline.decode(request.tokens, deadline)).text})
+
     @app.get("/v1/models")
     async def models() -> Response:
         return Json({"object": "list", "data": [model_card]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        if model != settings.model_name:
-            raise ModelNotFound(
-                f"The model {model!r} is not served here; it is {settings.model_name!r}.", "model"
-            )
+        check_model(model)
         return Json(model_card)
 
     @app.api_route("/health", methods=["GET", "HEAD"])

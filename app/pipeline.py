@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from deployments.types import (
     Payload,
     Prompt,
     SamplingParams,
+    Text,
     TokenizerSpec,
 )
 
@@ -134,6 +135,25 @@ class Pipeline:
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )
 
+    async def encode_text(self, text: str, add_special_tokens: bool, deadline: Deadline) -> list[int]:
+        num_bytes = len(text.encode())
+        self._check_text(num_bytes, "prompt")
+        encode = self._stages.tokenizer.options(_by_reference=num_bytes > _GRPC_BYTES // 8).encode_text
+        prompt, _ = await once_more(
+            lambda: call(encode, text, add_special_tokens, stage="Tokenizer", deadline=deadline),
+            on=ReplicaDied,
+        )
+        token_ids: list[int] = prompt.token_ids
+        return token_ids
+
+    async def decode(self, token_ids: list[int], deadline: Deadline) -> Text:
+        by_reference = len(token_ids) > _GRPC_BYTES // 32  # an id may be a long text
+        decode = self._stages.tokenizer.options(_by_reference=by_reference).decode
+        text, _ = await once_more(
+            lambda: call(decode, token_ids, stage="Tokenizer", deadline=deadline), on=ReplicaDied
+        )
+        return cast(Text, text)
+
     async def _encode(self, parsed: ParsedChat, deadline: Deadline) -> Any:
         by_reference = parsed.num_text_bytes > _GRPC_BYTES // 8  # the answer has up to an id for each byte
         encode = self._stages.tokenizer.options(_by_reference=by_reference).encode
@@ -188,7 +208,7 @@ class Pipeline:
                     f"{item.param}: this model takes no {item.modality}; it takes {takes}.", item.param
                 )
 
-    def _check_text(self, num_bytes: int) -> None:
+    def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
         limit = self.limits.max_model_len
         most = limit * self._stages.text.max_token_length
@@ -196,7 +216,7 @@ class Pipeline:
             raise PromptTooLong(
                 f"The text has {num_bytes} bytes; the model's context of {limit} tokens holds at most {most}."
                 " Send less.",
-                "messages",
+                param,
             )
 
     def _check_length(self, num_tokens: int, items: list[PreparedItem]) -> None:

@@ -146,6 +146,13 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    tokens: list[str] = field(default_factory=list)  # each as the vocabulary has it, where they are wanted
+    service_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     max_tokens: int
     temperature: float = 0.0  # 0 is greedy
