@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from deployments.errors import InvalidMedia, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
-from deployments.payload import pack
 from deployments.types import (
     Delta,
     InputSpec,
@@ -183,7 +179,5 @@ class Pipeline:
 async def _source(item: Item) -> MediaSource:
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url)
-    data = item.data
-    encoded = await asyncio.to_thread(data.join) if isinstance(data, LongString) else data
-    payload = await pack({"data": np.frombuffer(encoded, np.uint8)})
-    return MediaSource(item.modality, "data", header=item.header, payload=payload)
+    data = item.data if isinstance(item.data, LongString) else LongString((item.data,))
+    return MediaSource(item.modality, "data", header=item.header, payloads=await data.pack())

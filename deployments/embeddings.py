@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.errors import StageTimeout
 from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal.embeds import load_embeds
-from deployments.payload import pack, unpack
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
 from deployments.types import Embedding, EmbeddingSource
 
@@ -49,7 +49,7 @@ class EmbeddingLoader:
         """Returns when the stage can serve."""
 
     async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> Embedding:
-        encoded = (await unpack(source.payload))["data"]
+        encoded = await unpack_pieces(source.payloads)
         embeds, service_ms = await self._pool.run(
             load_embeds, encoded, max_bytes=self._max_bytes, hidden_size=source.hidden_size, stopped=stopped
         )
@@ -61,6 +61,6 @@ class EmbeddingLoader:
             hidden_size,
             embeds.dtype,
             await pack({"embeds": embeds.values}),
-            len(encoded),
+            sum(piece.size for piece in encoded),
             service_ms,
         )

@@ -29,7 +29,7 @@ from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
-from deployments.payload import pack, unpack
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
 from deployments.types import Media, MediaOptions, MediaSource, Modality
 
@@ -187,8 +187,7 @@ class MediaLoader:
         return media
 
     async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
-        assert source.payload is not None
-        encoded = (await unpack(source.payload))["data"]
+        encoded = await unpack_pieces(source.payloads)
         max_bytes = self._config.max_bytes(source.modality)
         read = partial(data_uri.decode, source.header, encoded, max_bytes)
         return await self._decode(read, source, options)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import ray
 
 from deployments.types import Arrays, Payload
@@ -31,3 +34,14 @@ async def unpack(payload: Payload) -> Arrays:
         return arrays
     stored: Arrays = await payload.ref
     return stored
+
+
+async def pack_pieces(pieces: Sequence[bytes]) -> Payload:
+    """One text in pieces, as uint8[n] each: they are copied once, into the store, and not joined before."""
+    return await pack({str(i): np.frombuffer(piece, np.uint8) for i, piece in enumerate(pieces)})
+
+
+async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint8]]:
+    """All pieces of a text, in order."""
+    unpacked = await asyncio.gather(*map(unpack, payloads))
+    return [piece for arrays in unpacked for piece in arrays.values()]
