@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,11 +15,11 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
-from app import __version__
+from app import __version__, gate
 from app.calls import Deadline
 from app.chat import ChatWriter, ParsedChat, Usage, check_short, media_options, parse_chat, sampling_params
 from app.detokenize import TextStream
-from app.intake import Body, parse, read_body
+from app.intake import InFlight, parse, read_body
 from app.pipeline import Pipeline, Prepared
 from app.protocol import ChatRequest, error_envelope, parse_chat_request
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
@@ -36,6 +36,8 @@ class ApiSettings:
     model_name: str
     timeout_s: float  # a request's deadline
     max_body_bytes: int
+    max_inflight_body_bytes: int  # of all requests together whose items are not loaded yet
+    body_idle_timeout_s: float  # a client that sends nothing of its body for so long is not waited for
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
 
 
@@ -57,8 +59,23 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         "max_model_len": pipeline.limits.max_model_len,
     }
 
-    async def read_request(http: Request, deadline: Deadline) -> tuple[ChatRequest, ParsedChat]:
-        body = await _body(http, settings.max_body_bytes, deadline)
+    in_flight = InFlight(settings.max_inflight_body_bytes)
+
+    async def read_request(
+        http: Request, hold: Callable[[int], None], deadline: Deadline
+    ) -> tuple[ChatRequest, ParsedChat]:
+        try:
+            check_length(http)
+            body = await read_body(
+                _chunks(http),
+                max_bytes=settings.max_body_bytes,
+                timeout_s=deadline.left_s(),
+                idle_timeout_s=settings.body_idle_timeout_s,
+                hold=hold,
+            )
+        except ServingError:
+            http.state.unread = True
+            raise
         request = parse_chat_request(parse(body))
         check_short(request, body.strings)
         if request.model not in (None, settings.model_name):
@@ -67,11 +84,29 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
             )
         return request, parse_chat(request, body.strings, settings.limit_mm_per_prompt)
 
+    def check_length(http: Request) -> None:
+        """Before the first byte, where the client tells the length."""
+        length = int(http.headers.get("content-length", 0))
+        if length > settings.max_body_bytes:
+            limit = settings.max_body_bytes
+            raise RequestTooLarge(
+                f"The body has {length} bytes, the limit is {limit}. Send less, or send URLs."
+            )
+        in_flight.check(length)
+
+    async def prepare(http: Request, deadline: Deadline) -> tuple[ChatRequest, Prepared, float]:
+        """And the milliseconds of the intake. The body is let go of here, before the answer begins."""
+        start = time.perf_counter()
+        with in_flight.share() as hold:
+            request, parsed = await read_request(http, hold, deadline)
+            intake_ms = (time.perf_counter() - start) * 1000
+            options = media_options(request, pipeline.media_options)
+            return request, await pipeline.prepare(parsed, options, deadline), intake_ms
+
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         deadline = Deadline(settings.timeout_s)
-        request, parsed = await read_request(http, deadline)
-        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
+        request, prepared, _ = await prepare(http, deadline)
         answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
         if not request.stream:
             return Json(await answer.whole())
@@ -82,10 +117,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     @app.post("/v1/chat/completions/render")
     async def render(http: Request) -> Response:
         start = time.perf_counter()
-        deadline = Deadline(settings.timeout_s)
-        request, parsed = await read_request(http, deadline)
-        intake_ms = (time.perf_counter() - start) * 1000
-        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
+        _, prepared, intake_ms = await prepare(http, Deadline(settings.timeout_s))
         total_ms = (time.perf_counter() - start) * 1000
         timings = {
             "intake": round(intake_ms, 3),
@@ -117,7 +149,10 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     @app.exception_handler(ServingError)
     async def serving_error(http: Request, error: ServingError) -> Response:
-        return _error_response(error)
+        response = _error_response(error)
+        if getattr(http.state, "unread", False):
+            response.headers["Connection"] = "close"  # else the client sends the rest before it reads
+        return response
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> Response:
@@ -232,14 +267,10 @@ _BUG = ServingError("Internal error; the server's log says more.")
 _NO_BUFFERING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _body(http: Request, max_bytes: int, deadline: Deadline) -> Body:
-    """Raises RequestTooLarge before the first byte where the client tells the length."""
-    length = http.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise RequestTooLarge(
-            f"The body has {length} bytes, the limit is {max_bytes}. Send less, or send URLs."
-        )
-    return await read_body(http.stream(), max_bytes=max_bytes, timeout_s=deadline.left_s())
+async def _chunks(http: Request) -> AsyncIterator[bytes]:
+    async for chunk in http.stream():
+        gate.taken(http.scope, len(chunk))
+        yield chunk
 
 
 async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
@@ -271,6 +302,4 @@ def _error_response(error: ServingError) -> Response:
     headers = {}
     if error.status == 503:
         headers["Retry-After"] = "1"
-    if isinstance(error, RequestTooLarge):
-        headers["Connection"] = "close"  # else the client sends the rest before it reads the answer
     return Json(_envelope(error), error.status, headers)

@@ -20,6 +20,7 @@ import secrets
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from deployments.errors import InvalidRequest, RequestTimeout, RequestTooLarge
+from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 from deployments.payload import pack_pieces
 from deployments.types import Payload
 
@@ -148,6 +149,34 @@ class Body:
     cuts: tuple[tuple[int, int], ...] = ()  # after each token: offset in the document, offset in the body
 
 
+class InFlight:
+    """Bounds the bytes of all bodies together that are being read or loaded."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """One body's. Tell it how many bytes it has so far; it raises Overloaded where they are too many."""
+        held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal held
+            self.check(num_bytes - held)
+            self.num_bytes += num_bytes - held
+            held = num_bytes
+
+        try:
+            yield hold
+        finally:
+            self.num_bytes -= held
+
+    def check(self, more: int) -> None:
+        if self.num_bytes + more > self._max_bytes:
+            raise Overloaded("The bodies of other requests take all the memory for them. Try again later.")
+
+
 async def read_body(
     chunks: AsyncIterable[bytes],
     *,
@@ -159,8 +188,8 @@ async def read_body(
 ) -> Body:
     """Reads to the end; whatever `chunks` raises, e.g. on a disconnect, passes through.
 
-    `timeout_s` is for the whole body, `idle_timeout_s` for each chunk. `hold` is told the size of each chunk
-    before it is kept, and may raise.
+    `timeout_s` is for the whole body, `idle_timeout_s` for each chunk. Before a chunk is kept, `hold` is told
+    how many bytes of the body there will be then; it may raise.
 
     Raises RequestTooLarge with the chunk that passes `max_bytes`, RequestTimeout, and InvalidRequest as soon
     as the body cannot become valid JSON within the bounds of this module.
@@ -175,7 +204,7 @@ async def read_body(
     async for chunk in _in_time(chunks, timeout_s, idle_timeout_s):
         if scanner.num_bytes + len(chunk) > max_bytes:
             raise RequestTooLarge(f"The body is over the limit of {max_bytes} bytes.")
-        hold(len(chunk))
+        hold(scanner.num_bytes + len(chunk))
         for _ in scanner.feed(chunk):
             # A queue that is never empty never suspends: without this a fast client owns the loop.
             await asyncio.sleep(0)

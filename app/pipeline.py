@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
@@ -118,7 +118,9 @@ class Pipeline:
         async def load_and_process() -> PreparedItem:
             media, load = await self._load(source, options, deadline)
             features, process = await self._process(media, deadline)
-            return PreparedItem(item, media, features, {"load": load, "preprocess": process})
+            return PreparedItem(
+                replace(item, data=b""), media, features, {"load": load, "preprocess": process}
+            )
 
         try:
             return await once_more(load_and_process, on=InputLost)
