@@ -23,6 +23,7 @@ from app.intake import InFlight, parse, read_body
 from app.pipeline import Pipeline, Prepared
 from app.protocol import ChatRequest, error_envelope, parse_chat_request
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
+from deployments.payload import let_go_on_error
 from deployments.types import Modality
 
 logger = logging.getLogger("ray.serve")
@@ -94,14 +95,19 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
             )
         in_flight.check(length)
 
+    async def read_and_prepare(
+        http: Request, hold: Callable[[int], None], deadline: Deadline
+    ) -> tuple[ChatRequest, Prepared, float]:
+        start = time.perf_counter()
+        request, parsed = await read_request(http, hold, deadline)
+        intake_ms = (time.perf_counter() - start) * 1000
+        options = media_options(request, pipeline.media_options)
+        return request, await pipeline.prepare(parsed, options, deadline), intake_ms
+
     async def prepare(http: Request, deadline: Deadline) -> tuple[ChatRequest, Prepared, float]:
         """And the milliseconds of the intake. The body is let go of here, before the answer begins."""
-        start = time.perf_counter()
-        with in_flight.share() as hold:
-            request, parsed = await read_request(http, hold, deadline)
-            intake_ms = (time.perf_counter() - start) * 1000
-            options = media_options(request, pipeline.media_options)
-            return request, await pipeline.prepare(parsed, options, deadline), intake_ms
+        with in_flight.share() as hold, let_go_on_error([]):
+            return await read_and_prepare(http, hold, deadline)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:

@@ -120,7 +120,7 @@ class LongString:
         assert len(pieces) == len(self.pieces)
         return b"".join(pieces)  # gives the GIL up for `bytes` only, not for views: hence the pieces' type
 
-    async def pack(self) -> tuple[Payload, ...]:
+    async def pack(self) -> list[Payload]:
         """For a stage, which gets it by `unpack_pieces`."""
         payloads: list[Payload] = []
         for kind, group in groupby(self.pieces, type):
@@ -128,7 +128,7 @@ class LongString:
                 payloads.append(await pack_pieces([p for p in group if isinstance(p, bytes)]))
             else:
                 payloads += [await p.payload for p in group if isinstance(p, Segment)]
-        return tuple(payloads)
+        return payloads
 
 
 def _first(pieces: tuple[bytes | Segment, ...], num_bytes: int) -> Iterator[bytes]:

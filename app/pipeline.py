@@ -20,6 +20,7 @@ from deployments.types import (
     MMFeatures,
     Modality,
     ModelSpec,
+    Payload,
     Prompt,
     SamplingParams,
     TokenizerSpec,
@@ -181,5 +182,9 @@ class Pipeline:
 async def _source(item: Item) -> MediaSource:
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url)
-    data = item.data if isinstance(item.data, LongString) else LongString((item.data,))
-    return MediaSource(item.modality, "data", header=item.header, payloads=await data.pack())
+    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+
+
+async def _payloads(data: bytes | LongString) -> list[Payload]:
+    long = data if isinstance(data, LongString) else LongString((data,))
+    return await long.pack()

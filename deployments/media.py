@@ -29,7 +29,7 @@ from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
-from deployments.payload import pack, unpack_pieces
+from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
 from deployments.types import Media, MediaOptions, MediaSource, Modality
 
@@ -134,14 +134,18 @@ class MediaLoader:
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                if source.kind == "url":
-                    key = (source.modality, source.url, options)
-                    return await self._flights.run(key, lambda: self._load_url(source, options))
-                return await self._load_data(source, options)
-        except TimeoutError:
-            raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+        with let_go_on_error(source.payloads):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load(source, options)
+            except TimeoutError:
+                raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+
+    async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
+        if source.kind == "url":
+            key = (source.modality, source.url, options)
+            return await self._flights.run(key, lambda: self._load_url(source, options))
+        return await self._load_data(source, options)
 
     @cached_property
     def _fetcher(self) -> Fetcher:

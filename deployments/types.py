@@ -38,7 +38,7 @@ class MediaSource:
     kind: Literal["url", "data"]
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
-    payloads: tuple[Payload, ...] = ()  # kind "data": what follows the comma, still encoded, in pieces
+    payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class EmbeddingSource:
     """One item's embedding as the client sent it."""
 
     modality: Modality | None  # None: prompt embeddings
-    payloads: tuple[Payload, ...]  # base64 of a torch.save, safetensors or npy file, in pieces
+    payloads: list[Payload]  # base64 of a torch.save, safetensors or npy file, in pieces
     hidden_size: int | None = None  # what the model needs; None where it does not say
 
 

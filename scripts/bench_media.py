@@ -98,7 +98,7 @@ def files() -> list[File]:
 
 async def compare(file: File, loader: MediaLoader, pool: WorkPool, n: int) -> None:
     payload = await pack_pieces([base64.b64encode(file.data)])
-    source = MediaSource(file.modality, "data", header="x/y;base64", payloads=(payload,))
+    source = MediaSource(file.modality, "data", header="x/y;base64", payloads=[payload])
     bare = BARE[file.modality]
     kept = _Kept()
     loads, bares = [], []

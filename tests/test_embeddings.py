@@ -24,7 +24,7 @@ async def source_of(value: Any, hidden_size: int | None = None) -> EmbeddingSour
     file = io.BytesIO()
     torch.save(value, file)
     payload = await pack_pieces([base64.b64encode(file.getvalue())])
-    return EmbeddingSource(Modality.IMAGE, (payload,), hidden_size)
+    return EmbeddingSource(Modality.IMAGE, [payload], hidden_size)
 
 
 async def test_loads_a_verified_embedding() -> None:

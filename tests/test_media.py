@@ -60,7 +60,7 @@ async def loading(**config: Any) -> AsyncIterator[MediaLoader]:
 
 async def data(modality: Modality, content: bytes, header: str = "x/y;base64") -> MediaSource:
     payload = await pack_pieces([base64.b64encode(content)])
-    return MediaSource(modality, "data", header=header, payloads=(payload,))
+    return MediaSource(modality, "data", header=header, payloads=[payload])
 
 
 def url(modality: Modality, where: str) -> MediaSource:
