@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
-
-import numpy as np
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from deployments.errors import InvalidMedia, MediaTooLarge, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
-from deployments.payload import pack
 from deployments.types import (
     Delta,
     InputSpec,
@@ -172,8 +168,9 @@ class Pipeline:
             if item.kind == "url":
                 budget.spend(media.num_bytes, item.param)
             features, process = await self._process(media, deadline)
-            media = replace(media, payload=Payload(0))  # lets go of what the model does not need
-            return PreparedItem(item, media, features, {"load": load, "preprocess": process})
+            # What the model does not need is let go of.
+            kept = replace(item, data=b""), replace(media, payload=Payload(0)), features
+            return PreparedItem(*kept, {"load": load, "preprocess": process})
 
         try:
             return await once_more(load_and_process, on=InputLost)
@@ -234,7 +231,9 @@ class Pipeline:
 async def _source(item: Item) -> MediaSource:
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url)
-    data = item.data
-    encoded = await asyncio.to_thread(data.join) if isinstance(data, LongString) else data
-    payload = await pack({"data": np.frombuffer(encoded, np.uint8)})
-    return MediaSource(item.modality, "data", header=item.header, payload=payload)
+    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+
+
+async def _payloads(data: bytes | LongString) -> list[Payload]:
+    long = data if isinstance(data, LongString) else LongString((data,))
+    return await long.pack()

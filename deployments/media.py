@@ -30,7 +30,7 @@ from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
-from deployments.payload import pack, unpack
+from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
 from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
 
@@ -139,14 +139,18 @@ class MediaLoader:
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                if source.kind == "url":
-                    key = (source.modality, source.url, options)
-                    return await self._flights.run(key, lambda: self._load_url(source, options))
-                return await self._load_data(source, options)
-        except TimeoutError:
-            raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+        with let_go_on_error(source.payloads):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load(source, options)
+            except TimeoutError:
+                raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+
+    async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
+        if source.kind == "url":
+            key = (source.modality, source.url, options)
+            return await self._flights.run(key, lambda: self._load_url(source, options))
+        return await self._load_data(source, options)
 
     @cached_property
     def _fetcher(self) -> Fetcher:
@@ -192,8 +196,7 @@ class MediaLoader:
         return media
 
     async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
-        assert source.payload is not None
-        encoded = (await unpack(source.payload))["data"]
+        encoded = await unpack_pieces(source.payloads)
         max_bytes = self._config.max_bytes(source.modality)
         read = partial(data_uri.decode, source.header, encoded, max_bytes)
         return await self._decode(read, source, options)

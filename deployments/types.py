@@ -43,7 +43,7 @@ class MediaSource:
     kind: Literal["url", "data"]
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
-    payload: Payload | None = None  # kind "data": {"data": uint8[n]}, what follows the comma, still encoded
+    payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class EmbeddingSource:
     """One item's embedding as the client sent it."""
 
     modality: Modality | None  # None: prompt embeddings
-    payload: Payload  # {"data": uint8[n]}: base64 of a torch.save, safetensors or npy file
+    payloads: list[Payload]  # base64 of a torch.save, safetensors or npy file, in pieces
     hidden_size: int | None = None  # what the model needs; None where it does not say
 
 

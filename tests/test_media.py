@@ -31,7 +31,7 @@ from deployments.media import MediaConfig, MediaLoader
 from deployments.multimodal import image
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy
-from deployments.payload import pack, unpack
+from deployments.payload import pack_pieces, unpack
 from deployments.types import Media, MediaOptions, MediaSource, Modality
 
 OPTIONS = MediaOptions()
@@ -60,8 +60,8 @@ async def loading(**config: Any) -> AsyncIterator[MediaLoader]:
 
 
 async def data(modality: Modality, content: bytes, header: str = "x/y;base64") -> MediaSource:
-    encoded = np.frombuffer(base64.b64encode(content), np.uint8)
-    return MediaSource(modality, "data", header=header, payload=await pack({"data": encoded}))
+    payload = await pack_pieces([base64.b64encode(content)])
+    return MediaSource(modality, "data", header=header, payloads=[payload])
 
 
 def url(modality: Modality, where: str) -> MediaSource:
