@@ -31,6 +31,8 @@ class AppConfig(BaseModel):
     limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
         default_factory=lambda: dict.fromkeys(Modality, 999)
     )  # items of a request; a modality that is not named has no limit
+    enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
+    enable_prompt_embeds: bool = False
 
     media: MediaConfig = Field(default_factory=MediaConfig)
     embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
@@ -58,5 +60,10 @@ class AppConfig(BaseModel):
     @property
     def api(self) -> ApiSettings:
         return ApiSettings(
-            self.served_model_name, self.timeout_s, self.max_body_bytes, self.limit_mm_per_prompt
+            self.served_model_name,
+            self.timeout_s,
+            self.max_body_bytes,
+            self.limit_mm_per_prompt,
+            self.enable_mm_embeds,
+            self.enable_prompt_embeds,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import pickle
 import tempfile
 from collections.abc import Sequence
@@ -248,3 +250,12 @@ def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arra
 def _as_users_pass(arrays: Arrays) -> Image.Image | npt.NDArray[Any]:
     (array,) = arrays.values()
     return Image.fromarray(array) if array.ndim == 3 else array.copy()
+
+
+def as_sent(value: Any) -> npt.NDArray[np.uint8]:
+    """A tensor as clients send it: base64 of what torch.save writes."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return np.frombuffer(base64.b64encode(file.getvalue()), np.uint8)
