@@ -45,8 +45,9 @@ class Item:
 
     @property
     def num_bytes(self) -> int:
-        """As sent, of embeddings."""
-        return sum(len(tensor) for tensor in self.tensors.values() if not isinstance(tensor, list))
+        """As sent, still encoded."""
+        tensors = (tensor for tensor in self.tensors.values() if not isinstance(tensor, list))
+        return len(self.data) + sum(map(len, tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -20,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from deployments.errors import InvalidRequest
 
@@ -85,10 +85,10 @@ class InputAudioPart(_ItemPart):
     input_audio: InputAudio
 
 
-Numbers = list[int | float]  # or a nested list of them
+Numbers = list[int | float]
 
 
-def _tensor(value: Any) -> str | Numbers:
+def _tensor(name: str, value: Any) -> str | Numbers:
     """Base64 of a file, or numbers: `[1, 22, 40]`, `[[1, 22, 40]]`, `0.5`."""
     if isinstance(value, str):
         return value
@@ -97,17 +97,18 @@ def _tensor(value: Any) -> str | Numbers:
         numbers = numbers[0]
     if 0 < len(numbers) <= _MAX_NUMBERS and all(type(n) in (int, float) and abs(n) < 2**31 for n in numbers):
         return numbers
-    raise ValueError(f"must be a base64 string or a list of at most {_MAX_NUMBERS} numbers")
+    raise _not_a_tensor(f"{name[:64]} must be a base64 string or a list of at most {_MAX_NUMBERS} numbers")
 
 
-Tensor = Annotated[Any, AfterValidator(_tensor)]
+def _not_a_tensor(message: str) -> PydanticCustomError:
+    return PydanticCustomError("tensor", "{message}", {"message": message})
 
 
 class EmbedsPart(_ItemPart):
     """An item, or a piece of text, as the embeddings that the model would make of it."""
 
     modality: Literal["image", "audio", "video", "prompt"]
-    tensors: dict[str, Tensor]  # the embeddings by their part's type, and what else the model needs
+    tensors: dict[str, Any]  # name -> str or Numbers; under the part's type the embeddings, a str
 
     @model_validator(mode="before")
     @classmethod
@@ -115,15 +116,13 @@ class EmbedsPart(_ItemPart):
         """A tensor or a dict of them under the part's type; of `prompt_embeds` also a tensor under `data`."""
         kind = _part_kind(data)
         assert kind is not None
-        value = data.get(kind, data.get("data") if kind == "prompt_embeds" else None)
-        if isinstance(value, dict):
-            tensors = {name: tensor for name, tensor in value.items() if tensor is not None}
-            if kind == "prompt_embeds" and "data" in tensors:
-                tensors = {kind: tensors["data"]}
-        else:
-            tensors = {kind: value}
+        value = _payload(data, kind)
+        tensors = value if isinstance(value, dict) else {kind: value}
+        if kind == "prompt_embeds" and isinstance(value, dict) and "data" in value:
+            tensors = {kind: value["data"]}
         if not isinstance(tensors.get(kind), str):
-            raise ValueError(f"{kind} must be the base64 of a tensor, or a dict with one of this name")
+            raise _not_a_tensor(f"{kind} must be the base64 of a tensor, or a dict with one of this name")
+        tensors = {name: _tensor(name, each) for name, each in tensors.items() if each is not None}
         return {**data, "modality": kind.removesuffix("_embeds"), "tensors": tensors}
 
 
@@ -142,6 +141,11 @@ def _part_kind(part: dict[str, Any]) -> str | None:
     if kind is None:
         kind = next((key for key in PART_TYPES if key in part), None)
     return kind if isinstance(kind, str) and kind in PART_TYPES else None
+
+
+def _payload(part: dict[str, Any], kind: str) -> Any:
+    """What the part is about, None where it is missing."""
+    return part.get("data") if kind == "prompt_embeds" and part.get(kind) is None else part.get(kind)
 
 
 ContentPart = Annotated[
@@ -191,7 +195,7 @@ class Message(_Wire):
         """Other servers take a uuid for an item sent before; here it would be misread as a missing field."""
         for index, part in enumerate(content if isinstance(content, list) else []):
             kind = _part_kind(part) if isinstance(part, dict) else None
-            if kind and part.get("uuid") is not None and part.get(kind, part.get("data")) is None:
+            if kind and part.get("uuid") is not None and _payload(part, kind) is None:
                 raise _Unserved(f"{kind} is missing: nothing is kept by its uuid here, send the item", index)
         return content
 
