@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import (
@@ -19,12 +23,15 @@ from tiny_models import (
     tokenizer,
     video,
 )
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import Gemma3nConfig, Qwen3VLConfig
 
 from deployments.checkpoint import load_model
 from deployments.embeddings import EmbeddingLoader, EmbeddingsConfig
 from deployments.engine.base import EngineItem
-from deployments.engine.inputs import encode
+from deployments.engine.inputs import embedded, encode, hidden_size
 from deployments.engine.transformers_engine import TransformersEngine
+from deployments.multimodal.placeholders import expand
 from deployments.payload import pack, unpack
 from deployments.types import (
     Arrays,
@@ -85,12 +92,14 @@ async def loaded(
     return EngineItem(features, await unpack(features.payload))
 
 
-async def as_embeds(folder: str, model: Any, item: EngineItem) -> EngineItem:
+async def as_embeds(
+    folder: str, model: Any, item: EngineItem, dtype: torch.dtype = torch.float32
+) -> EngineItem:
     """What a client sends that ran the encoder itself."""
     modality = item.features.modality
     assert modality is not None
     with torch.inference_mode():
-        values = encode(model, item).clone()
+        values = encode(model, item).to(dtype)
     form = item_processor(folder).spec.embeds[modality]
     numbers = {key: as_sent(torch.from_numpy(item.arrays[key])) for key in (form.grid, form.seconds) if key}
     return await loaded(folder, modality, values, form, **numbers)
@@ -128,3 +137,76 @@ async def test_one_item_of_each_kind(alone: int) -> None:
     expected = await answer(engine, prompt, [item])
     assert await answer(engine, prompt, [await as_embeds(OMNI, model, item)]) == expected
     engine.close()
+
+
+async def test_embedded_text_answers_as_the_text(name: str, model: Any, engine: TransformersEngine) -> None:
+    """Between media, which it must not disturb, and around it text is split as everywhere at its place."""
+    folder = MODELS[name]()
+    media, encoder = image(1), tokenizer(folder)
+    item = engine_item(folder, *media)
+    words = (
+        FastTokenizer.from_str(encoder.spec.tokenizer_json)
+        .encode("Look at this", add_special_tokens=False)
+        .ids
+    )
+    parts = [
+        {"type": "prompt"},
+        {"type": "image"},
+        {"type": "prompt"},
+        {"type": "text", "text": "What is it?"},
+    ]
+    prompt = encoder.encode(Chat([{"role": "user", "content": parts}]))
+    rows = model.get_input_embeddings()(torch.tensor(words)).detach()
+    text = await loaded(folder, None, rows, EmbedsForm(encoder.spec.plain_token_id))
+    as_ids = replace(text, features=replace(text.features, replacement=[(word, 1) for word in words]))
+    token_ids, _ = expand(prompt, [as_ids.features, item.features, as_ids.features])
+    assert len(token_ids) == len(prompt.token_ids) + 2 * (len(words) - 1) + item.features.num_tokens - 1
+    plain = Prompt(token_ids_without(item, token_ids), [place_of(item, token_ids)])
+    assert await answer(engine, prompt, [text, item, text]) == await answer(engine, plain, [item])
+
+
+def place_of(item: EngineItem, token_ids: list[int]) -> tuple[Modality | None, int]:
+    return item.features.modality, token_ids.index(item.features.replacement[0][0])
+
+
+def token_ids_without(item: EngineItem, token_ids: list[int]) -> list[int]:
+    """With one placeholder where the item's tokens are."""
+    _, start = place_of(item, token_ids)
+    return token_ids[: start + 1] + token_ids[start + item.features.length :]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+async def test_embeddings_of_other_dtypes_are_taken(
+    dtype: torch.dtype, name: str, model: Any, engine: TransformersEngine
+) -> None:
+    folder, (media, arrays) = MODELS[name](), image(1)
+    item = await as_embeds(folder, model, engine_item(folder, media, arrays), dtype)
+    prompt = tokenizer(folder).encode(chat(media, "what is it?"))
+    inputs = embedded(model, prompt, [item], frozenset(inspect.signature(model.forward).parameters))
+    rows = inputs["inputs_embeds"]
+    assert rows.dtype == model.dtype
+    _, start = place_of(item, inputs["input_ids"][0].tolist())
+    given = rows[0, start : start + item.features.num_tokens]
+    exact = (await as_embeds(folder, model, engine_item(folder, media, arrays))).arrays["image_embeds"]
+    torch.testing.assert_close(given, torch.tensor(exact).to(dtype).float(), rtol=0, atol=0)
+    assert len(await answer(engine, prompt, [item])) == 24
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_the_largest_numbers_break_nothing(
+    temperature: float, name: str, model: Any, engine: TransformersEngine
+) -> None:
+    folder, (media, arrays) = MODELS[name](), image(1)
+    item = await as_embeds(folder, model, engine_item(folder, media, arrays))
+    largest = np.full_like(item.arrays["image_embeds"], np.finfo(np.float32).max)
+    prompt = tokenizer(folder).encode(chat(media, "what is it?"))
+    sampling = SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True)
+    item = replace(item, arrays=item.arrays | {"image_embeds": largest})
+    assert len(await answer(engine, prompt, [item], sampling)) == 4
+
+
+def test_models_that_take_more_than_embeddings_say_so(model: Any) -> None:
+    assert hidden_size(model) == model.get_input_embeddings().embedding_dim
+    deep = SimpleNamespace(config=Qwen3VLConfig())
+    by_layer = SimpleNamespace(config=Gemma3nConfig())
+    assert hidden_size(deep) is hidden_size(by_layer) is None
