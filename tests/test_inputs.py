@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -117,14 +118,34 @@ async def test_embeddings_answer_as_their_media(name: str, model: Any, engine: T
     items = [engine_item(folder, *each) for each in media]
     embeds = [await as_embeds(folder, model, item) for item in items]
     prompt = tokenizer(folder).encode(conversation(media))
-    expected = await answer(engine, prompt, items)
-    assert await answer(engine, prompt, embeds) == expected
     mixed = [embeds[i] if i % 2 else item for i, item in enumerate(items)]
-    assert await answer(engine, prompt, mixed) == expected
+    with seen_by_language_model(model) as seen:
+        expected = await answer(engine, prompt, items)
+        by_media = seen.copy()
+        for alike in (embeds, mixed):
+            seen.clear()
+            assert await answer(engine, prompt, alike) == expected
+            assert seen.keys() == by_media.keys()
+            for name, values in by_media.items():
+                torch.testing.assert_close(seen[name], values, rtol=0, atol=1e-4)
     # The answer depends on what was embedded, and one request leaves nothing to the next.
     other = [await as_embeds(folder, model, engine_item(folder, *image(9))), *embeds[1:]]
     assert await answer(engine, prompt, other) != expected
     assert await answer(engine, prompt, items) == expected
+
+
+@contextmanager
+def seen_by_language_model(model: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Embeddings and positions of each step: a random model's answers hardly depend on the latter."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(_: object, args: object, kwargs: dict[str, Any]) -> None:
+        for name in ("inputs_embeds", "position_ids"):
+            seen.setdefault(name, []).append(kwargs[name].clone())
+
+    hook = model.model.language_model.register_forward_pre_hook(note, with_kwargs=True)
+    yield seen
+    hook.remove()
 
 
 @pytest.mark.parametrize("alone", [0, 1, 2])
@@ -193,15 +214,16 @@ async def test_embeddings_of_other_dtypes_are_taken(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_the_largest_numbers_break_nothing(
-    temperature: float, name: str, model: Any, engine: TransformersEngine
+@pytest.mark.parametrize("value", [np.finfo(np.float32).max, np.nan])
+async def test_no_number_breaks_anything(
+    temperature: float, value: float, name: str, model: Any, engine: TransformersEngine
 ) -> None:
     folder, (media, arrays) = MODELS[name](), image(1)
     item = await as_embeds(folder, model, engine_item(folder, media, arrays))
-    largest = np.full_like(item.arrays["image_embeds"], np.finfo(np.float32).max)
+    filled = np.full_like(item.arrays["image_embeds"], value)
     prompt = tokenizer(folder).encode(chat(media, "what is it?"))
     sampling = SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True)
-    item = replace(item, arrays=item.arrays | {"image_embeds": largest})
+    item = replace(item, arrays=item.arrays | {"image_embeds": filled})
     assert len(await answer(engine, prompt, [item], sampling)) == 4
 
 
