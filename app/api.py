@@ -31,6 +31,7 @@ from app.detokenize import TextStream
 from app.intake import Body, InFlight, LongString, parse, read_body
 from app.pipeline import Pipeline, Prepared
 from app.protocol import (
+    MM_EMBEDS_TYPES,
     ChatRequest,
     DetokenizeRequest,
     MediaIOKwargs,
@@ -63,6 +64,14 @@ class ApiSettings:
     max_media_bytes: int = 2**63  # of all items of a request together, as sent or fetched
     media_io_kwargs: MediaIOKwargs = field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
+    enable_mm_embeds: bool = False
+    enable_prompt_embeds: bool = False
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Types of parts that are not served -> the setting that would switch them on."""
+        off = {} if self.enable_mm_embeds else dict.fromkeys(MM_EMBEDS_TYPES, "enable_mm_embeds")
+        return off if self.enable_prompt_embeds else off | {"prompt_embeds": "enable_prompt_embeds"}
 
 
 class Json(Response):
@@ -310,20 +319,20 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
         {
             "index": index,
             "param": entry.item.param,
-            "modality": entry.item.modality,
+            "modality": entry.item.modality or "prompt",
             "digest": entry.features.digest,
             "num_tokens": entry.features.num_tokens,
             "placeholder": {"offset": span.offset, "length": span.length},
-            "source": {"kind": entry.item.kind, "bytes": entry.media.num_bytes, "mime": entry.media.mime},
-            "media": entry.media.info,
+            "source": {"kind": entry.item.kind, "bytes": entry.num_bytes, "mime": entry.mime},
+            "media": entry.media.info if entry.media else {},
             "features": {
                 name: {"shape": shape, "dtype": dtype}
                 for name, (shape, dtype) in entry.features.shapes.items()
             },
-            "cached": entry.media.cached or entry.features.cached,
+            "cached": (entry.media and entry.media.cached) or entry.features.cached,
             "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
         }
-        | ({"previews": entry.media.previews} if entry.media.previews else {})
+        | ({"previews": entry.media.previews} if entry.media and entry.media.previews else {})
         for index, (entry, span) in enumerate(zip(prepared.items, prepared.spans, strict=True))
     ]
     return {

@@ -14,9 +14,11 @@ from app.protocol import (
     AudioPart,
     ChatRequest,
     ContentPart,
+    EmbedsPart,
     ImagePart,
     InputAudioPart,
     MediaIOKwargs,
+    Numbers,
     TextPart,
     VideoPart,
 )
@@ -31,18 +33,22 @@ _MAX_TEXT = 8 * 2**20  # bytes; more than the longest contexts hold
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One media item as the request names it; its place in `ParsedChat.items` is its identity."""
+    """One item as the request names it; its place in `ParsedChat.items` is its identity."""
 
     param: str  # "messages[0].content[1]"
-    modality: Modality
-    kind: Literal["url", "data"]
+    modality: Modality | None  # None: embeddings in the place of text
+    kind: Literal["url", "data", "embeds"]
     url: str = ""
     header: str = ""  # kind "data": "image/png;base64"
     data: bytes | LongString = b""  # kind "data": what follows the comma, still encoded
+    tensors: Mapping[str, bytes | LongString | Numbers] = field(default_factory=dict)  # kind "embeds": base64
+    uuid: str | None = None  # the client's name for it
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data)
+        """As sent, still encoded."""
+        tensors = (tensor for tensor in self.tensors.values() if not isinstance(tensor, list))
+        return len(self.data) + sum(map(len, tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,17 @@ class ParsedChat:
 
 
 def parse_chat(
-    request: ChatRequest, strings: Mapping[str, LongString], limits: Mapping[Modality, int] | None = None
+    request: ChatRequest,
+    strings: Mapping[str, LongString],
+    limits: Mapping[Modality, int] | None = None,
+    off: Mapping[str, str] | None = None,
 ) -> ParsedChat:
     """`limits`: so many items of a modality; none where a modality is not in it.
 
-    Raises InvalidRequest for one item too many, and for a part that is neither a URL nor a data: URI.
+    `off`: types of parts that are not served -> the setting that would switch them on.
+
+    Raises InvalidRequest for one item too many, for a part that is neither a URL nor a data: URI, and for one
+    that is switched off.
     """
     items: list[Item] = []
     messages = []
@@ -79,8 +91,8 @@ def parse_chat(
                 if isinstance(part, TextPart):
                     content.append({"type": "text", "text": whole_text(part.text, strings)})
                 else:
-                    items.append(_item(part, f"messages[{i}].content[{j}]", strings))
-                    content.append({"type": str(items[-1].modality)})
+                    items.append(_item(part, f"messages[{i}].content[{j}]", strings, off or {}))
+                    content.append({"type": str(items[-1].modality or "prompt")})
         messages.append({"role": message.role, "content": content})
     _check_counts(items, limits or {})
     return ParsedChat(Chat(messages), items)
@@ -114,7 +126,34 @@ def whole_text(text: str, strings: Mapping[str, LongString], param: str = "messa
     return moved.join().decode()
 
 
-def _item(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:
+def _item(part: ContentPart, param: str, strings: Mapping[str, LongString], off: Mapping[str, str]) -> Item:
+    assert not isinstance(part, TextPart)
+    if part.uuid in strings:
+        raise InvalidRequest(f"{param}: uuid is too long.", param)
+    if isinstance(part, EmbedsPart):
+        item = _embeds(part, param, strings, off)
+    else:
+        item = _media(part, param, strings)
+    return replace(item, uuid=part.uuid)
+
+
+def _embeds(part: EmbedsPart, param: str, strings: Mapping[str, LongString], off: Mapping[str, str]) -> Item:
+    kind = f"{part.modality}_embeds"
+    if kind in off:
+        raise InvalidRequest(
+            f"{param}: {kind} parts are switched off on this server (its setting {off[kind]}); send what they"
+            " were made of.",
+            param,
+        )
+    tensors = {
+        name: value if isinstance(value, list) else strings.get(value) or value.encode()
+        for name, value in part.tensors.items()
+    }
+    modality = None if part.modality == "prompt" else Modality(part.modality)
+    return Item(param, modality, "embeds", tensors=tensors)
+
+
+def _media(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:
     match part:
         case InputAudioPart(input_audio=audio) if _is_data_uri(audio.data, strings):
             return _from_url(audio.data, param, Modality.AUDIO, strings)  # a common mistake, and clear

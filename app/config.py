@@ -36,6 +36,8 @@ class AppConfig(BaseModel):
     limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
         default_factory=lambda: dict.fromkeys(Modality, 999)
     )  # items of a request; a modality that is not named has no limit
+    enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
+    enable_prompt_embeds: bool = False
 
     media: MediaConfig = Field(default_factory=MediaConfig)
     embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
@@ -73,4 +75,6 @@ class AppConfig(BaseModel):
             self.max_media_bytes,
             self.media_io_kwargs,
             self.limit_mm_per_prompt,
+            self.enable_mm_embeds,
+            self.enable_prompt_embeds,
         )

@@ -6,13 +6,20 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
+from app.protocol import Numbers
 from deployments.errors import InvalidMedia, MediaTooLarge, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
 from deployments.types import (
+    SECONDS,
     Delta,
+    EmbeddingSource,
+    EmbedsForm,
     InputSpec,
     Media,
     MediaOptions,
@@ -25,6 +32,7 @@ from deployments.types import (
     SamplingParams,
     Text,
     TokenizerSpec,
+    embeds_name,
 )
 
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
@@ -40,6 +48,7 @@ class Stages:
 
     tokenizer: Any
     media: Any
+    embeddings: Any
     preprocessor: Any
     model: Any
     text: TokenizerSpec
@@ -50,9 +59,17 @@ class Stages:
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
     item: Item
-    media: Media
     features: MMFeatures
     timings: Mapping[str, Timing]
+    media: Media | None = None  # None: the client sent embeddings
+
+    @property
+    def num_bytes(self) -> int:
+        return self.media.num_bytes if self.media else self.item.num_bytes
+
+    @property
+    def mime(self) -> str | None:
+        return self.media.mime if self.media else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +89,8 @@ class Prepared:
     def media_tokens(self) -> dict[Modality, int]:
         counts: dict[Modality, int] = {}
         for features in self.features:
-            counts[features.modality] = counts.get(features.modality, 0) + features.num_tokens
+            if features.modality:  # what was embedded in the place of text counts as text
+                counts[features.modality] = counts.get(features.modality, 0) + features.num_tokens
         return counts
 
 
@@ -114,8 +132,8 @@ class Pipeline:
         pending = (self._prepare_item(item, options, deadline, budget) for item in parsed.items)
         results = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), items = results[0], results[1:]
+        self._check_length(len(prompt.token_ids) + sum(p.features.length - 1 for p in items), items)
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
-        self._check_length(len(token_ids), items)
         return Prepared(prompt, items, token_ids, spans, tokenize)
 
     def generate(
@@ -160,7 +178,18 @@ class Pipeline:
     async def _prepare_item(
         self, item: Item, options: MediaOptions, deadline: Deadline, budget: _Budget
     ) -> Any:
-        """Load, then preprocess; a lost array means both once more."""
+        try:
+            if item.kind == "embeds":
+                return await self._load_embeddings(item, deadline)
+            return await self._load_and_process(item, options, deadline, budget)
+        except ServingError as error:
+            error.param = error.param or item.param
+            raise
+
+    async def _load_and_process(
+        self, item: Item, options: MediaOptions, deadline: Deadline, budget: _Budget
+    ) -> PreparedItem:
+        """A lost array means both once more."""
         source = await _source(item)
 
         async def load_and_process() -> PreparedItem:
@@ -169,14 +198,19 @@ class Pipeline:
                 budget.spend(media.num_bytes, item.param)
             features, process = await self._process(media, deadline)
             # What the model does not need is let go of.
-            kept = replace(item, data=b""), replace(media, payload=Payload(0)), features
-            return PreparedItem(*kept, {"load": load, "preprocess": process})
+            left = replace(item, data=b""), features, {"load": load, "preprocess": process}
+            return PreparedItem(*left, replace(media, payload=Payload(0)))
 
-        try:
-            return await once_more(load_and_process, on=InputLost)
-        except ServingError as error:
-            error.param = error.param or item.param
-            raise
+        return await once_more(load_and_process, on=InputLost)
+
+    async def _load_embeddings(self, item: Item, deadline: Deadline) -> PreparedItem:
+        source = await self._embedding_source(item)
+        load = self._stages.embeddings.load
+        features, timing = await once_more(
+            lambda: call(load, source, deadline.left_s(), stage="EmbeddingLoader", deadline=deadline),
+            on=ReplicaDied,
+        )
+        return PreparedItem(item, features, {"load": timing})
 
     async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
         load = self._stages.media.load
@@ -199,11 +233,29 @@ class Pipeline:
 
     def _check_modalities(self, items: list[Item]) -> None:
         for item in items:
-            if item.modality not in self._stages.inputs.modalities:
+            if item.kind == "embeds":
+                self._form(item)
+            elif item.modality not in self._stages.inputs.modalities:
                 takes = ", ".join(self._stages.inputs.modalities) or "text only"
                 raise UnsupportedMedia(
                     f"{item.param}: this model takes no {item.modality}; it takes {takes}.", item.param
                 )
+
+    def _form(self, item: Item) -> EmbedsForm:
+        plain = EmbedsForm(self._stages.text.plain_token_id)
+        form = self._stages.inputs.embeds.get(item.modality) if item.modality else plain
+        if form is None or self.limits.hidden_size is None:
+            name = embeds_name(item.modality)
+            raise UnsupportedMedia(f"{item.param}: this model takes no {name}.", item.param)
+        return form
+
+    async def _embedding_source(self, item: Item) -> EmbeddingSource:
+        """With what the model makes use of; other tensors do not travel."""
+        form = self._form(item)
+        used = {embeds_name(item.modality), form.grid, *(SECONDS if form.seconds else ())}
+        sent = {name: await _as_sent(tensor) for name, tensor in item.tensors.items() if name in used}
+        assert self.limits.hidden_size is not None
+        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size)
 
     def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
@@ -229,9 +281,14 @@ class Pipeline:
 
 
 async def _source(item: Item) -> MediaSource:
+    assert item.modality is not None
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url)
     return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+
+
+async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:
+    return np.array(tensor) if isinstance(tensor, list) else await _payloads(tensor)
 
 
 async def _payloads(data: bytes | LongString) -> list[Payload]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.checkpoint import load_processor, placeholders_of
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageTimeout, UnsupportedMedia
 from deployments.logs import log_refusals_in_one_line
+from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
@@ -110,7 +111,9 @@ class ItemProcessor:
         self._tokens = placeholders_of(processor)
         self._seams = _seam_tokens(processor)
         self._walls = {m: _walls(processor, m, token, self._seams) for m, token in self._tokens.items()}
-        self.spec = InputSpec(list(self._tokens), _media_options(processor))
+        self.spec = InputSpec(
+            list(self._tokens), _media_options(processor), embeds_forms(processor, self._tokens, self.process)
+        )
 
     def process(self, media: Media, arrays: Arrays) -> Processed:
         """`arrays` are only read. Raises InvalidMedia, MediaTooLarge, or ServingError for all of a family."""

@@ -75,22 +75,27 @@ class Tokenizer:
 class ChatEncoder:
     """One tokenizer with its template, for one thread at a time.
 
-    Control tokens that a user typed are text: they become neither control tokens nor placeholders.
+    Control tokens that a user typed are text: they become neither control tokens nor placeholders. Embeddings
+    in the place of text have a placeholder of our own, which no template knows: to it, it is a text.
     """
 
     def __init__(self, prompting: Prompting) -> None:
         tokenizer = prompting.tokenizer
+        added = tokenizer.added_tokens_decoder
         self.spec = TokenizerSpec(
             tokenizer_json=tokenizer.backend_tokenizer.to_str(),
-            special_token_ids=sorted(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
+            special_token_ids=sorted(i for i, t in added.items() if t.special),
             max_token_length=max(map(len, tokenizer.get_vocab())),
+            plain_token_id=next(i for i in range(len(tokenizer)) if i not in added),
         )
+        tokenizer.add_tokens([_PROMPT], special_tokens=True)
         self._tokenizer = tokenizer
         self._template = prompting.chat_template
-        self._modality_of = {
+        self._modality_of: dict[int, Modality | None] = {
             tokenizer.convert_tokens_to_ids(token): modality
             for modality, token in prompting.placeholders.items()
         }
+        self._modality_of[tokenizer.convert_tokens_to_ids(_PROMPT)] = None
         self._control = _control_tokens(prompting)
         self._takes = {
             (role, form): self._renders(role, form) for role in _AROUND for form in (_as_string, _as_parts)
@@ -131,7 +136,8 @@ class ChatEncoder:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import mark_control_tokens
 
-        messages = mark_control_tokens([self._adapted(message) for message in chat.messages], self._control)
+        marked = mark_control_tokens(chat.messages, self._control)
+        messages = [self._adapted(_with_places(message)) for message in marked]
         for message in messages:
             self._keep_apart(message.get("content") or "")
         try:
@@ -194,29 +200,42 @@ class ChatEncoder:
             for part in texts:
                 part["text"] = _CONTROL_TOKEN_END + part["text"]
 
-    def _placeholders(self, chat: Chat, token_ids: list[int]) -> list[tuple[Modality, int]]:
+    def _placeholders(self, chat: Chat, token_ids: list[int]) -> list[tuple[Modality | None, int]]:
         """Each item's place in the prompt: the n-th image is the n-th image placeholder, and so on."""
         items = [
-            Modality(part["type"])
+            None if part["type"] == _EMBEDDED else Modality(part["type"])
             for message in chat.messages
             if isinstance(content := message.get("content"), list)
             for part in content
             if part["type"] != "text"
         ]
-        places: dict[Modality, list[int]] = {modality: [] for modality in Modality}
+        places: dict[Modality | None, list[int]] = {modality: [] for modality in (*Modality, None)}
         for index, token_id in enumerate(token_ids):
-            if modality := self._modality_of.get(token_id):
-                places[modality].append(index)
+            if token_id in self._modality_of:
+                places[self._modality_of[token_id]].append(index)
         for modality, count in Counter(items).items():
             if len(places[modality]) != count:
                 raise InvalidRequest(
-                    f"The request has {count} {modality} item(s), but the model's chat template made"
-                    f" {len(places[modality])} place(s) for them."
+                    f"The request has {count} {modality or _EMBEDDED} item(s), but the model's chat template"
+                    f" made {len(places[modality])} place(s) for them."
                 )
         if len(items) != sum(map(len, places.values())):
             raise InvalidRequest("The model's chat template made places for media that were not sent.")
         iterators = {modality: iter(indices) for modality, indices in places.items()}
         return [(modality, next(iterators[modality])) for modality in items]
+
+
+_EMBEDDED = "prompt"  # type of a part that is embeddings in the place of text
+_PROMPT = "<|headrace_prompt_embeds|>"
+
+
+def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with embedded text as a text part; what users typed has been marked before."""
+    content = message.get("content")
+    if isinstance(content, list):
+        place = {"type": "text", "text": _PROMPT}
+        content = [place if part["type"] == _EMBEDDED else part for part in content]
+    return {**message, "content": content}
 
 
 def _is_text(parts: list[dict[str, Any]]) -> bool:

@@ -50,6 +50,7 @@ class Server:
             env["env_vars"] |= own
         # One address of loopback and no other: the rest is as forbidden as it is by default.
         application["args"]["media"] = {"allowed_private_networks": [f"{MEDIA_HOST}/32"]}
+        application["args"] |= {"enable_mm_embeds": True, "enable_prompt_embeds": True}
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -92,10 +93,39 @@ class Server:
         files = (self.logs / "serve").glob(f"replica_headrace_{stage}_*.log")
         return [line for file in files for line in file.read_text().splitlines() if request_id in line]
 
+    @contextmanager
+    def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:
+        """A call that tells how many objects the cluster's store holds, and their bytes."""
+        command = [sys.executable, "-c", _STORE, argument(self.mark, "--gcs-address=")]
+        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as local clusters have it
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+
+            def ask() -> tuple[int, int]:
+                print(file=process.stdin, flush=True)
+                count, num_bytes = process.stdout.readline().split()
+                return int(count), int(num_bytes)
+
+            yield ask
+            process.stdin.close()
+
     def replicas(self, stage: str) -> list[int]:
         """Process ids of the stage's replicas; of this server's alone."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
+
+
+_STORE = """
+import sys, ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+for _ in sys.stdin:
+    stats = get_memory_info_reply(get_state_from_address(sys.argv[1])).store_stats
+    print(stats.num_local_objects, stats.object_store_bytes_used, flush=True)
+"""
 
 
 @dataclass
@@ -158,12 +188,16 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def session_logs(mark: str) -> Path:
-    """Ray's raylet names its session folder in its command line."""
+    return Path(argument(mark, "--session-dir=", "--session_dir=")) / "logs"
+
+
+def argument(mark: str, *names: str) -> str:
+    """Ray's processes name their session's folder and address in their command lines."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
-            if word.startswith(("--session-dir=", "--session_dir=")):
-                return Path(word.partition("=")[2]) / "logs"
-    raise AssertionError("the server has no Ray session")
+            if word.startswith(names):
+                return word.partition("=")[2]
+    raise AssertionError(f"the server has no process with {names}")
 
 
 class MediaServer:

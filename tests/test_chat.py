@@ -54,6 +54,47 @@ def test_a_long_data_uri_stays_out_of_line() -> None:
     assert (item.header, item.data.join(), item.num_bytes) == ("image/png;base64", b"QUJDREVG", 8)
 
 
+def test_embeddings_stay_as_they_came() -> None:
+    moved = LongString((b"QU", b"JD"))
+    tensors = {"image_grid_thw": [1, 2, 2], "x": "QQ==", "image_embeds": "token"}
+    image_part = {"type": "image_embeds", "image_embeds": tensors, "uuid": "me"}
+    result = parsed(["a", {"type": "prompt_embeds", "data": "QUJD"}, image_part], strings={"token": moved})
+    assert result.items == [
+        Item("messages[0].content[1]", None, "embeds", tensors={"prompt_embeds": b"QUJD"}),
+        Item(
+            "messages[0].content[2]",
+            Modality.IMAGE,
+            "embeds",
+            tensors={"image_grid_thw": [1, 2, 2], "x": b"QQ==", "image_embeds": moved},
+            uuid="me",
+        ),
+    ]
+    assert [item.num_bytes for item in result.items] == [4, 8]
+    assert result.chat.messages[0]["content"][1:] == [{"type": "prompt"}, {"type": "image"}]
+
+
+def test_embeddings_count_as_items_of_their_modality() -> None:
+    embeds = {"image_embeds": "QQ=="}
+    with pytest.raises(InvalidRequest, match="has 2 image items; the limit is 1") as caught:
+        parsed([image("https://h/1"), embeds], limits={Modality.IMAGE: 1})
+    assert caught.value.param == "messages[0].content[1]"
+    parsed([{"prompt_embeds": "QQ=="}, embeds], limits={Modality.IMAGE: 1})
+
+
+def test_what_is_switched_off_names_its_setting() -> None:
+    document = {"messages": [{"role": "user", "content": ["a", {"image_embeds": "QQ=="}]}]}
+    with pytest.raises(
+        InvalidRequest, match=r"image_embeds parts are switched off .*enable_mm_embeds"
+    ) as caught:
+        parse_chat(parse_chat_request(document), {}, off={"image_embeds": "enable_mm_embeds"})
+    assert caught.value.param == "messages[0].content[1]"
+
+
+def test_a_long_uuid_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="uuid is too long"):
+        parsed([image("https://h/1") | {"uuid": "token"}], strings={"token": LongString((b"x",))})
+
+
 def test_input_audio_carries_its_format() -> None:
     (item,) = parsed([{"input_audio": {"data": "QUJD", "format": "mp3"}}]).items
     assert (item.modality, item.header, item.data) == (Modality.AUDIO, "audio/mp3;base64", b"QUJD")
