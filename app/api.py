@@ -145,7 +145,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         request = parse_chat_request(document)
         check_short(request, strings)
         check_model(request.model)
-        parsed = parse_chat(request, strings, settings.limit_mm_per_prompt)
+        parsed = parse_chat(request, strings, settings.limit_mm_per_prompt, settings.off)
         options = media_options(request.media_io_kwargs, media_defaults)
         options = replace(options, previews=request.previews)
         return request, await pipeline.prepare(parsed, options, deadline, settings.max_media_bytes)
