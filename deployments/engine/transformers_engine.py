@@ -98,6 +98,7 @@ class TransformersEngine:
             while request := self._waiting.get():
                 if not request.cancelled:
                     self._serve(request)
+                del request  # its arrays are in the object store as long as they are referred to
         finally:
             with self._lock:
                 self._stopped = True

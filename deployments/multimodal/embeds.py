@@ -38,6 +38,7 @@ _MAX_DIRECTORY = 128 * 1024  # bytes of a zip's directory
 _MAX_NUMBERS = 64
 _MAX_NUMBERS_FILE = 64 * 1024  # bytes
 _CHECKED = 2**20  # values at a time
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,12 @@ def _contiguous(data: mmap.mmap, declared: _Declared, dtype: np.dtype[Any]) -> n
 
 def _check_finite(dtype: str, values: npt.NDArray[Any]) -> None:
     """In steps: a mask of all values would be as large as an embedding of bytes."""
-    flat = values.reshape(-1)
-    for start in range(0, len(flat), _CHECKED):
-        step = flat[start : start + _CHECKED]
-        finite = step & 0x7F80 != 0x7F80 if dtype == "bfloat16" else np.isfinite(step)
+    exponent = np.array(_EXPONENTS[dtype]).astype(
+        f"u{values.itemsize}"
+    )  # all of its bits are set in NaN and inf
+    bits = values.reshape(-1).view(exponent.dtype)
+    for start in range(0, len(bits), _CHECKED):
+        finite = bits[start : start + _CHECKED] & exponent != exponent
         if not finite.all():
             token, column = divmod(start + int(finite.argmin()), values.shape[1])
             raise InvalidMedia(f"The embedding's value at [{token}, {column}] is not finite.")
