@@ -185,5 +185,5 @@ async def test_a_model_that_takes_none(graph: LocalGraph, kind: str) -> None:
     pipeline = Pipeline(replace(stages, limits=replace(stages.limits, hidden_size=None)))
     parsed = parse_chat(parse_chat_request(chat({kind: "QUJD"})), {})
     with pytest.raises(UnsupportedMedia, match=f"takes no {kind}") as caught:
-        await pipeline.prepare(parsed, pipeline.media_options, Deadline(30))
+        await pipeline.prepare(parsed, pipeline.media_options, Deadline(30), 2**20)
     assert caught.value.param == PLACE
