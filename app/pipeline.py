@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
@@ -115,19 +116,21 @@ class Pipeline:
     async def _prepare_item(self, item: Item, options: MediaOptions, deadline: Deadline) -> Any:
         """Load, then preprocess; a lost array means both once more."""
         source = await _source(item)
-
-        async def load_and_process() -> PreparedItem:
-            media, load = await self._load(source, options, deadline)
-            features, process = await self._process(media, deadline)
-            return PreparedItem(
-                replace(item, data=b""), media, features, {"load": load, "preprocess": process}
-            )
-
+        item = replace(item, data=b"")  # it lives as long as the answer
         try:
-            return await once_more(load_and_process, on=InputLost)
+            return await once_more(
+                partial(self._load_and_process, item, source, options, deadline), on=InputLost
+            )
         except ServingError as error:
             error.param = error.param or item.param
             raise
+
+    async def _load_and_process(
+        self, item: Item, source: MediaSource, options: MediaOptions, deadline: Deadline
+    ) -> PreparedItem:
+        media, load = await self._load(source, options, deadline)
+        features, process = await self._process(media, deadline)
+        return PreparedItem(item, media, features, {"load": load, "preprocess": process})
 
     async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
         load = self._stages.media.load
