@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -61,11 +62,8 @@ class PreparedItem:
     item: Item
     features: MMFeatures
     timings: Mapping[str, Timing]
+    num_bytes: int  # as fetched or sent
     media: Media | None = None  # None: the client sent embeddings
-
-    @property
-    def num_bytes(self) -> int:
-        return self.media.num_bytes if self.media else self.item.num_bytes
 
     @property
     def mime(self) -> str | None:
@@ -181,36 +179,35 @@ class Pipeline:
         try:
             if item.kind == "embeds":
                 return await self._load_embeddings(item, deadline)
-            return await self._load_and_process(item, options, deadline, budget)
+            source = await _source(item)
+            item = replace(item, data=b"")  # it lives as long as the answer
+            work = partial(self._load_and_process, item, source, options, deadline, budget)
+            return await once_more(work, on=InputLost)
         except ServingError as error:
             error.param = error.param or item.param
             raise
 
     async def _load_and_process(
-        self, item: Item, options: MediaOptions, deadline: Deadline, budget: _Budget
+        self, item: Item, source: MediaSource, options: MediaOptions, deadline: Deadline, budget: _Budget
     ) -> PreparedItem:
-        """A lost array means both once more."""
-        source = await _source(item)
-
-        async def load_and_process() -> PreparedItem:
-            media, load = await self._load(source, options, deadline)
-            if item.kind == "url":
-                budget.spend(media.num_bytes, item.param)
-            features, process = await self._process(media, deadline)
-            # What the model does not need is let go of.
-            left = replace(item, data=b""), features, {"load": load, "preprocess": process}
-            return PreparedItem(*left, replace(media, payload=Payload(0)))
-
-        return await once_more(load_and_process, on=InputLost)
+        media, load = await self._load(source, options, deadline)
+        if item.kind == "url":
+            budget.spend(media.num_bytes, item.param)
+        features, process = await self._process(media, deadline)
+        media = replace(media, payload=Payload(0))  # the model does not need it
+        timings = {"load": load, "preprocess": process}
+        return PreparedItem(item, features, timings, media.num_bytes, media)
 
     async def _load_embeddings(self, item: Item, deadline: Deadline) -> PreparedItem:
         source = await self._embedding_source(item)
+        num_bytes = item.num_bytes
+        item = replace(item, tensors={})  # it lives as long as the answer
         load = self._stages.embeddings.load
         features, timing = await once_more(
             lambda: call(load, source, deadline.left_s(), stage="EmbeddingLoader", deadline=deadline),
             on=ReplicaDied,
         )
-        return PreparedItem(item, features, {"load": timing})
+        return PreparedItem(item, features, {"load": timing}, num_bytes)
 
     async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
         load = self._stages.media.load
