@@ -22,11 +22,12 @@ import av
 import numpy as np
 import numpy.typing as npt
 from av.stream import Disposition
+from av.video.reformatter import VideoReformatter
 from PIL import Image, UnidentifiedImageError
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.multimodal.decoding import Decoded, check_cancelled, container_mime, open_container, refuse
-from deployments.multimodal.image import MIMES, PILLOW_ERRORS, opaque_rgb
+from deployments.multimodal.image import MIMES, PILLOW_ERRORS, rgb_tiles
 from deployments.types import Modality
 
 RGB = npt.NDArray[np.uint8]
@@ -325,6 +326,7 @@ def _collect(frames: Iterator[Any], count: int, sampling: _Sampling) -> RGB:
     """All frames in one array, in the size of the first."""
     clip: RGB | None = None
     taken = 0
+    reformatter = VideoReformatter()
     for frame in frames:
         sampling.check_cancelled()
         sampling.check_size(frame.width, frame.height)
@@ -334,12 +336,19 @@ def _collect(frames: Iterator[Any], count: int, sampling: _Sampling) -> RGB:
             sampling.check_bytes(count, *size)  # once more: the header may have told another size
             shape = (frame.height, frame.width) if turn % 2 == 0 else (frame.width, frame.height)
             clip = np.empty((count, *shape, 3), np.uint8)
-        pixels = frame.to_ndarray(width=size[0], height=size[1], format="rgb24")
-        clip[taken] = np.rot90(pixels, turn)
+        clip[taken] = np.rot90(_rgb(reformatter, frame, size), turn)
         taken += 1
     if clip is None or taken < count:
         raise InvalidMedia("The video is damaged and cannot be decoded.")
     return clip
+
+
+def _rgb(reformatter: VideoReformatter, frame: Any, size: tuple[int, int]) -> RGB:
+    """uint8[H, W, 3], a view of FFmpeg's memory: what `to_ndarray` gives, without its copy."""
+    width, height = size
+    plane: Any = reformatter.reformat(frame, width, height, "rgb24").planes[0]
+    lines: RGB = np.frombuffer(plane, np.uint8).reshape(height, plane.line_size)
+    return lines[:, : 3 * width].reshape(height, width, 3)
 
 
 # Animated images, by Pillow: FFmpeg leaves transparency and the frames' areas to its caller
@@ -356,7 +365,9 @@ def _read_animation(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[in
             for taken, index in enumerate(indices):
                 sampling.check_cancelled()
                 image.seek(index)
-                clip[taken] = np.asarray(opaque_rgb(image, _BACKGROUND))
+                image.load()
+                for (left, top, right, bottom), tile in rgb_tiles(image, _BACKGROUND):
+                    clip[taken, top:bottom, left:right] = np.asarray(tile)
             return timeline, indices, clip, MIMES[str(image.format)]
     except UnidentifiedImageError:
         refuse(data, Modality.VIDEO, _NAMES)
