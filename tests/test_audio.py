@@ -179,6 +179,15 @@ def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
         decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
 
 
+@pytest.mark.parametrize("channels", [2, 3])
+def test_infinities_of_both_signs_and_sums_past_the_largest_float_are_refused(channels: int) -> None:
+    for first, second in ((np.inf, -np.inf), (3e38, 3e38)):
+        samples = np.zeros((100, channels), np.float32)
+        samples[50, :2] = first, second
+        with pytest.raises(InvalidMedia, match=r"not finite|far outside"):
+            decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
+
+
 def test_the_limit_on_seconds_is_exact() -> None:
     data = encode(tone(0.5, 8000), 8000)
     decode(data, 8000, AudioLimits(max_seconds=0.5))

@@ -154,7 +154,7 @@ class _Track:
 def _mono(block: Samples) -> Samples:
     """The mean over the channels of (frames, channels)."""
     channels = block.shape[1]
-    with np.errstate(over="ignore"):  # told by the caller, as not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # told by the caller, as not finite
         if channels == 1:
             return block[:, 0]
         if channels == 2:  # the same numbers: over an axis so short, NumPy's mean takes longer than decoding
