@@ -452,7 +452,7 @@ BOMBS = {
         _VIDEO, lambda: encoded("libx264", "mp4", [(1280, 720)] * 40, _16_FRAMES), num_frames=24, fits=True
     ),
     "gif-animation": Bomb(_VIDEO, lambda: animation("gif", 42), num_frames=None, fits=True),
-    "webp-animation": Bomb(_VIDEO, lambda: animation("webp", 42, method=0), num_frames=None, fits=True),
+    "webp-animation": Bomb(_VIDEO, lambda: animation("webp", 42, lossless=True), num_frames=None, fits=True),
     "apng-animation": Bomb(_VIDEO, lambda: animation("png", 42), num_frames=None, fits=True),
     "gzip-1g": Bomb(_IMAGE, lambda: gzipped(1024), encoding="gzip"),
     "gzip-64m": Bomb(_IMAGE, lambda: gzipped(64), encoding="gzip", harmless=True),

@@ -188,6 +188,19 @@ def test_infinities_of_both_signs_and_sums_past_the_largest_float_are_refused(ch
             decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
 
 
+@pytest.mark.parametrize("value", [1e300, np.nan, -np.inf])
+def test_floats_that_only_ffmpeg_reads_are_held_to_the_same(value: float) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream("pcm_f64le", rate=8000, layout="mono")
+        frame = av.AudioFrame(format="dbl", layout="mono", samples=100)
+        frame.planes[0].update(np.full(frame.planes[0].buffer_size // 8, value).tobytes())
+        frame.sample_rate = 8000
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    with pytest.raises(InvalidMedia, match="not finite"):
+        decode(file.getvalue(), 8000, LIMITS)
+
+
 def test_the_limit_on_seconds_is_exact() -> None:
     data = encode(tone(0.5, 8000), 8000)
     decode(data, 8000, AudioLimits(max_seconds=0.5))

@@ -106,21 +106,6 @@ def test_nothing_but_the_declared_errors(header: str, data: bytes) -> None:
         assert len(error.message) > 10  # noqa: PT017
 
 
-@given(st.binary(min_size=1, max_size=60), st.lists(st.tuples(st.integers(0, 90), st.sampled_from("= \n"))))
-def test_base64_by_slices(data: bytes, inserted: list[tuple[int, str]]) -> None:
-    """As if it were read at once, wherever slices end."""
-    text = base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-    for place, sign in inserted:
-        text = text[:place] + sign + text[place:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_uri, "_SLICE", 5)
-        if "=" in text.rstrip("= \n"):
-            with pytest.raises(InvalidMedia, match=r"not valid base64|cut short"):
-                uri(";base64", text.encode())
-        else:
-            assert uri(";base64", text.encode()) == data
-
-
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 def test_percent_signs_at_the_borders_of_slices(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_uri, "_SLICE", 8)

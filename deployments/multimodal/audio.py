@@ -96,7 +96,7 @@ class _Track:
         self._resampler = None
         if rate != wanted.sampling_rate:
             self._resampler = soxr.ResampleStream(rate, wanted.sampling_rate, 1)
-        self._first = np.zeros(1, np.float32)
+        self._first = np.empty(0, np.float32)  # one sample, once there is one
         self._num_frames = self._num_bytes = 0
         self._samples = bytearray()  # float32
         self.channels = 0
@@ -126,7 +126,7 @@ class _Track:
             raise InvalidMedia("The audio has samples that are not finite numbers.")
         if peak > _LOUDEST:
             raise InvalidMedia("The audio's samples are far outside of -1 to 1. Scale them.")
-        if not self._samples:
+        if not len(self._first):
             self._first = mono[:1].copy()
         self._append(mono)
 
@@ -225,5 +225,6 @@ def _blocks(frame: Any) -> Iterator[Samples]:
     step = max(1, _BLOCK_SAMPLES // channels)  # a packet of PCM may hold the whole file
     for start in range(0, frame.samples, step):
         values = np.concatenate([array[start : start + step] for array in arrays], axis=1)
-        block: Samples = (values.astype(np.float32) - np.float32(zero)) / np.float32(scale)
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite, which is told later
+            block: Samples = (values.astype(np.float32) - np.float32(zero)) / np.float32(scale)
         yield block

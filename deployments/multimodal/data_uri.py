@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import io
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ def decode(header: str, data: npt.NDArray[np.uint8], max_bytes: int) -> bytes:
     """
     is_base64 = any(part.strip().lower() == "base64" for part in header.split(";"))
     _check_size(data.nbytes * 3 // 4 - 2 if is_base64 else data.nbytes // 3, max_bytes)
-    decoded = _base64(data) if is_base64 else _percent(data)
+    decoded = _base64(data) if is_base64 else _percent(data).tobytes()
     _check_size(len(decoded), max_bytes)
     if not decoded:
         raise InvalidMedia("The data: URI has no data after the comma.")
@@ -49,49 +48,31 @@ def _base64(data: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _unusual_base64(data: npt.NDArray[np.uint8]) -> bytes:
-    """Slice by slice: what is made of the text on the way is never whole."""
     if (data == ord("%")).any():
-        data = np.frombuffer(_percent(data), np.uint8)
-    decoded, rest = io.BytesIO(), b""
-    data = data[: _end(data)]
-    for start in range(0, data.size, _SLICE):
-        text = rest + data[start : start + _SLICE].tobytes().translate(_URL_SAFE, _WHITESPACE)
-        whole = len(text) - len(text) % 4
-        decoded.write(_unpadded(text[:whole]))
-        rest = text[whole:]
-    if len(rest) == 1:
+        data = _percent(data)
+    text = data.tobytes().translate(_URL_SAFE, _WHITESPACE).rstrip(b"=")
+    if len(text) % 4 == 1:
         raise InvalidMedia("The data: URI's base64 is cut short.")
-    decoded.write(_unpadded(rest))
-    return decoded.getvalue()
-
-
-def _end(data: npt.NDArray[np.uint8]) -> int:
-    """Where padding and whitespace begin that nothing else follows."""
-    for start in reversed(range(0, data.size, _SLICE)):
-        if text := data[start : start + _SLICE].tobytes().rstrip(b"=" + _WHITESPACE):
-            return start + len(text)
-    return 0
-
-
-def _unpadded(text: bytes) -> bytes:
     try:
-        return pybase64.b64decode(text.replace(b"=", b"!") + b"=" * (-len(text) % 4), validate=True)
+        return pybase64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
     except binascii.Error:
         raise InvalidMedia("The data: URI's data is not valid base64.") from None
 
 
-def _percent(data: npt.NDArray[np.uint8]) -> bytes:
+def _percent(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Every %XX replaced by its byte; slice by slice, since places take eight times the memory of bytes."""
-    decoded, start = io.BytesIO(), 0
+    if not (data == ord("%")).any():
+        return data
+    pieces, start = [], 0
     while start < data.size:
         stop = start + _SLICE
         tail = data[stop - 2 : stop].tobytes()
         stop += (
             2 if tail.endswith(b"%") else tail.startswith(b"%")
         )  # a %XX that begins in the slice ends in it
-        decoded.write(_percent_slice(data[start:stop]).data)
+        pieces.append(_percent_slice(data[start:stop]))
         start = stop
-    return decoded.getvalue()
+    return np.concatenate(pieces)
 
 
 def _percent_slice(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -24,7 +24,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from deployments.errors import InvalidMedia, MediaTooLarge
-from deployments.multimodal.decoding import Decoded, DecodingCancelled, check_cancelled, refuse
+from deployments.multimodal.decoding import Decoded, check_cancelled, refuse
 
 # No EPS, PDF, WMF (they start helpers), SVG, JPEG 2000 or anything that only fuzzers send. With the plugins
 # imported by name Pillow does not import all it has at the first unknown file.
@@ -116,8 +116,6 @@ def decode(data: bytes, limits: ImageLimits, cancelled: threading.Event | None =
         pixels = _upright_pixels(image, limits.background, cancelled)
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
-    except (InvalidMedia, DecodingCancelled):
-        raise
     except PILLOW_ERRORS as error:
         raise InvalidMedia("The image is damaged or cut short and cannot be decoded.") from error
     height, width = pixels.shape[:2]
@@ -143,8 +141,6 @@ def _open(data: bytes, limits: ImageLimits) -> Any:
         refuse(data, "image", _NAMES)
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
-    except MediaTooLarge:
-        raise
     except PILLOW_ERRORS as error:
         raise InvalidMedia("The image's header is damaged.") from error
     _check_size(image.format, image.size, limits)
