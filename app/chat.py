@@ -16,6 +16,7 @@ from app.protocol import (
     ContentPart,
     ImagePart,
     InputAudioPart,
+    MediaIOKwargs,
     TextPart,
     VideoPart,
 )
@@ -71,12 +72,12 @@ def parse_chat(
     for i, message in enumerate(request.messages):
         content: str | list[dict[str, Any]]
         if isinstance(message.content, str):
-            content = _text(message.content, strings)
+            content = whole_text(message.content, strings)
         else:
             content = []
             for j, part in enumerate(message.content):
                 if isinstance(part, TextPart):
-                    content.append({"type": "text", "text": _text(part.text, strings)})
+                    content.append({"type": "text", "text": whole_text(part.text, strings)})
                 else:
                     items.append(_item(part, f"messages[{i}].content[{j}]", strings))
                     content.append({"type": str(items[-1].modality)})
@@ -103,13 +104,13 @@ def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None
             )
 
 
-def _text(text: str, strings: Mapping[str, LongString]) -> str:
+def whole_text(text: str, strings: Mapping[str, LongString], param: str = "messages") -> str:
     """A text that the intake moved out of line is text again: it will be tokenized, not decoded."""
     moved = strings.get(text)
     if moved is None:
         return text
     if len(moved) > _MAX_TEXT:  # joining it would hold up the event loop
-        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", "messages")
+        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", param)
     return moved.join().decode()
 
 
@@ -157,11 +158,13 @@ def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, Lo
     return Item(param, modality, "url", url=url)
 
 
-def media_options(request: ChatRequest, defaults: MediaOptions) -> MediaOptions:
-    """`defaults`: as the model's processor wants. A request's `fps` takes the place of a default `num_frames`
-    and the other way round, so that a default never bounds what was asked for."""
-    image, video = request.media_io_kwargs.image, request.media_io_kwargs.video
-    options = replace(defaults, max_duration=video.max_duration, previews=request.previews)
+def media_options(kwargs: MediaIOKwargs, defaults: MediaOptions) -> MediaOptions:
+    """`defaults`: as the model's processor wants. An `fps` takes the place of a default `num_frames` and the
+    other way round, so that a default never bounds what was asked for."""
+    image, video = kwargs.image, kwargs.video
+    options = defaults
+    if video.max_duration is not None:
+        options = replace(options, max_duration=video.max_duration)
     if image.rgba_background_color:
         red, green, blue = image.rgba_background_color
         options = replace(options, background=(red, green, blue))

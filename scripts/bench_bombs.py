@@ -160,16 +160,16 @@ async def load(name: str, where: str) -> None:
 
 
 async def load_one(loader: MediaLoader, bomb: Bomb, sent: bytes, url: str = "") -> Media:
-    """As in production, where arrays lie in shared memory: `pack` and `unpack` copy nothing."""
+    """As in production, where arrays lie in shared memory: packing and unpacking copy nothing."""
     payload = Payload(len(sent))
     if url:
         source = MediaSource(bomb.modality, "url", url=url)
     else:
-        source = MediaSource(bomb.modality, "data", header=bomb.header, payload=payload)
-    arrays = {"data": np.frombuffer(sent, np.uint8)}
+        source = MediaSource(bomb.modality, "data", header=bomb.header)
+    pieces = [np.frombuffer(sent, np.uint8)]
     options = MediaOptions(num_frames=bomb.num_frames)
     with (
-        patch("deployments.media.unpack", AsyncMock(return_value=arrays)),
+        patch("deployments.media.unpack_pieces", AsyncMock(return_value=pieces)),
         patch("deployments.media.pack", AsyncMock(return_value=payload)),
     ):
         return await loader.load(source, options, TIMEOUT_S)

@@ -203,7 +203,7 @@ def fuzz_data_uri(rng: random.Random, sources: list[bytes]) -> None:
     intact = rng.random() < 0.3
     sent = encoded if intact else mutated(rng, [encoded, *sources])
     limit = rng.choice([1, 100, 10**6])
-    decoded = data_uri.decode(header, np.frombuffer(sent, np.uint8), limit)
+    decoded = data_uri.decode(header, [np.frombuffer(sent, np.uint8)], limit)
     assert 0 < len(decoded) <= limit
     assert not intact or decoded == plain
 

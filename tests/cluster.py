@@ -25,6 +25,7 @@ from aiohttp import web
 from run_server import SERVE_PORTS
 
 ROOT = Path(__file__).parent.parent
+MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
 
@@ -47,7 +48,8 @@ class Server:
         config["http_options"]["port"] = port
         for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
             env["env_vars"] |= own
-        application["args"]["media"] = {"allowed_private_networks": ["127.0.0.0/8"]}
+        # One address of loopback and no other: the rest is as forbidden as it is by default.
+        application["args"]["media"] = {"allowed_private_networks": [f"{MEDIA_HOST}/32"]}
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -178,7 +180,9 @@ class MediaServer:
         self.asked.append(request.path)
         try:
             if handler := self.handlers.get(request.path):
-                await handler(request)
+                response: web.StreamResponse | None = await handler(request)
+                if response:
+                    return response
         except asyncio.CancelledError:
             self.left.append(request.path)
             raise
@@ -192,9 +196,9 @@ class MediaServer:
         app.router.add_get("/{path:.*}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, MEDIA_HOST, 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http://{MEDIA_HOST}:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

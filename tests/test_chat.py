@@ -2,7 +2,7 @@ import pytest
 
 from app.chat import Item, Usage, check_short, media_options, parse_chat, sampling_params
 from app.intake import LongString
-from app.protocol import parse_chat_request
+from app.protocol import MediaIOKwargs, parse_chat_request
 from deployments.errors import InvalidRequest
 from deployments.types import MediaOptions, Modality
 
@@ -153,7 +153,6 @@ DEFAULTS = MediaOptions(sampling_rate=8000, num_frames=8)
     ("fields", "expected"),
     [
         ({}, DEFAULTS),
-        ({"previews": True}, MediaOptions(8000, 8, previews=True)),
         ({"media_io_kwargs": {"video": {"num_frames": 4}}}, MediaOptions(8000, 4)),
         ({"media_io_kwargs": {"video": {"num_frames": -1}}}, MediaOptions(8000, None)),
         ({"media_io_kwargs": {"video": {"fps": 2}}}, MediaOptions(8000, None, 2)),
@@ -170,4 +169,16 @@ def test_what_a_request_says_of_decoding_takes_the_place_of_defaults(
     fields: dict[str, object], expected: MediaOptions
 ) -> None:
     request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
-    assert media_options(request, DEFAULTS) == expected
+    assert media_options(request.media_io_kwargs, DEFAULTS) == expected
+
+
+def test_a_request_may_say_otherwise_than_the_server() -> None:
+    server = MediaIOKwargs.model_validate(
+        {"image": {"rgba_background_color": [0, 0, 0]}, "video": {"fps": 1, "max_duration": 9}}
+    )
+    defaults = media_options(server, DEFAULTS)
+    assert defaults == MediaOptions(8000, None, 1, 9, background=(0, 0, 0))
+    own = MediaIOKwargs.model_validate(
+        {"image": {"rgba_background_color": [1, 2, 3]}, "video": {"num_frames": 4}}
+    )
+    assert media_options(own, defaults) == MediaOptions(8000, 4, None, 9, background=(1, 2, 3))
