@@ -61,6 +61,7 @@ class MediaConfig(BaseModel):
     video_fetch_timeout_s: float = Field(default=30.0, gt=0)
 
     max_image_pixels: int = Field(default=PILLOW_MAX_PIXELS, gt=0, le=PILLOW_MAX_PIXELS)
+    max_image_decoded_bytes: int = Field(default=2048 * MIB, gt=0)
     max_audio_seconds: float = Field(default=600.0, gt=0)
     max_audio_decoded_bytes: int = Field(default=256 * MIB, gt=0)
     max_video_seconds: float = Field(default=3600.0, gt=0)
@@ -80,7 +81,7 @@ class MediaConfig(BaseModel):
 
     @property
     def image(self) -> ImageLimits:
-        return ImageLimits(self.max_image_pixels)
+        return ImageLimits(self.max_image_pixels, self.max_image_decoded_bytes)
 
     @property
     def audio(self) -> AudioLimits:

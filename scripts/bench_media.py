@@ -108,7 +108,7 @@ async def compare(file: File, loader: MediaLoader, pool: WorkPool, n: int) -> No
             expected, ms = await pool.run(bare, file.data)
             bares.append(ms)
             (loaded,) = kept.arrays.values()
-            assert loaded.shape == expected.shape, f"{file.name}: {loaded.shape}, {expected.shape}"
+            assert np.array_equal(loaded, expected), f"{file.name} is not decoded as by the bare library"
     load_ms, bare_ms = median(loads), median(bares)
     ratio, more = load_ms / bare_ms, load_ms - bare_ms
     if file.goal_ms is None:

@@ -149,7 +149,7 @@ Target = Callable[[random.Random, list[bytes]], None]
 
 
 def fuzz_image(rng: random.Random, sources: list[bytes]) -> None:
-    limits = ImageLimits(IMAGES.max_pixels, (rng.randrange(256), 0, 255))
+    limits = ImageLimits(IMAGES.max_pixels, background=(rng.randrange(256), 0, 255))
     decoded = image.decode(mutated(rng, sources), limits)
     pixels = decoded.arrays["pixels"]
     assert pixels.dtype == np.uint8
