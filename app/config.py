@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from app.api import ApiSettings
+from app.protocol import MediaIOKwargs
 from deployments.embeddings import EmbeddingsConfig
 from deployments.media import MediaConfig
 from deployments.model import ModelConfig
@@ -28,9 +29,15 @@ class AppConfig(BaseModel):
     served_model_name: str = ""  # what clients call it; the last part of `model` where empty
     timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
     max_body_bytes: int = Field(default=256 * 2**20, gt=0)
+    max_inflight_body_bytes: int = Field(default=2**30, gt=0)  # of all requests, in each replica of Ingress
+    body_idle_timeout_s: float = Field(default=20.0, gt=0)
+    max_media_bytes: int = Field(default=512 * 2**20, gt=0)  # all items of a request, as sent or fetched
+    media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
         default_factory=lambda: dict.fromkeys(Modality, 999)
     )  # items of a request; a modality that is not named has no limit
+    enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
+    enable_prompt_embeds: bool = False
 
     media: MediaConfig = Field(default_factory=MediaConfig)
     embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
@@ -51,12 +58,23 @@ class AppConfig(BaseModel):
         return {**data, **stages}
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _is_meant(self) -> Self:
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ValueError("max_inflight_body_bytes must hold at least one body of max_body_bytes")
         self.served_model_name = self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
         return self
 
     @property
     def api(self) -> ApiSettings:
         return ApiSettings(
-            self.served_model_name, self.timeout_s, self.max_body_bytes, self.limit_mm_per_prompt
+            self.served_model_name,
+            self.timeout_s,
+            self.max_body_bytes,
+            self.max_inflight_body_bytes,
+            self.body_idle_timeout_s,
+            self.max_media_bytes,
+            self.media_io_kwargs,
+            self.limit_mm_per_prompt,
+            self.enable_mm_embeds,
+            self.enable_prompt_embeds,
         )

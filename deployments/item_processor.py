@@ -13,6 +13,7 @@ import numpy as np
 
 from deployments.checkpoint import placeholders_of
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError
+from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.joining import join_rule, part
 from deployments.multimodal.placeholders import PER_TOKEN
@@ -59,11 +60,15 @@ class ItemProcessor:
         self._settings = {m: settings_of(processor, m) for m in self.placeholders}
         self._fingerprint = _fingerprint(processor) if self.placeholders else ""
 
-    @property
     def spec(self) -> InputSpec:
-        settings = {name: most for each in self._settings.values() for name, most in each.items()}
-        together = [m for m in self.placeholders if m in self.together]
-        return InputSpec(list(self.placeholders), _media_options(self.processor), settings, together)
+        """Of the modalities in `placeholders`."""
+        return InputSpec(
+            list(self.placeholders),
+            _media_options(self.processor),
+            settings={name: most for m in self.placeholders for name, most in self._settings[m].items()},
+            together=[m for m in self.placeholders if m in self.together],
+            embeds=embeds_forms(self.placeholders, lambda *item: self.process([item])[0]),
+        )
 
     def process(
         self, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None

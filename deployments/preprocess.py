@@ -45,7 +45,7 @@ class MMPreprocessor:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._pool = WorkPool(config.threads, config.niceness)
         first = only_what_is_exact(ItemProcessor(load_processor(config.model)))
-        self._spec = first.spec
+        self._spec = first.spec()
         # The tokenizer inside must not be used from several threads at once: each call borrows a processor.
         self._idle: SimpleQueue[ItemProcessor] = SimpleQueue()
         self._idle.put(first)

@@ -77,15 +77,15 @@ def _row(family: Any) -> str:
     items_of = samples(family)
     equal = compared(family, conversation(items_of), items_of)
     how = []
-    for modality in items.spec.modalities:
+    for modality in items.spec().modalities:
         alike = [item for item in items_of if item[0].modality == modality]
         texts = any(any(each.edges) for item in alike for each in items.process([item]))
-        way = "together" if modality in items.spec.together else "apart"
+        way = "together" if modality in items.spec().together else "apart"
         how.append(f"{modality} {way}" + (", texts" if texts else ""))
     cells = [
         family.name,
         f"`{items.family}`",
-        ", ".join(items.spec.modalities),
+        ", ".join(items.spec().modalities),
         f"{sum(equal.values())} of {len(equal)}",
         "; ".join(how),
     ]

@@ -25,6 +25,7 @@ from aiohttp import web
 from run_server import SERVE_PORTS
 
 ROOT = Path(__file__).parent.parent
+MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
 
@@ -47,7 +48,9 @@ class Server:
         config["http_options"]["port"] = port
         for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
             env["env_vars"] |= own
-        application["args"]["media"] = {"allowed_private_networks": ["127.0.0.0/8"]}
+        # One address of loopback and no other: the rest is as forbidden as it is by default.
+        application["args"]["media"] = {"allowed_private_networks": [f"{MEDIA_HOST}/32"]}
+        application["args"] |= {"enable_mm_embeds": True, "enable_prompt_embeds": True}
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -90,10 +93,39 @@ class Server:
         files = (self.logs / "serve").glob(f"replica_headrace_{stage}_*.log")
         return [line for file in files for line in file.read_text().splitlines() if request_id in line]
 
+    @contextmanager
+    def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:
+        """A call that tells how many objects the cluster's store holds, and their bytes."""
+        command = [sys.executable, "-c", _STORE, argument(self.mark, "--gcs-address=")]
+        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as local clusters have it
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+
+            def ask() -> tuple[int, int]:
+                print(file=process.stdin, flush=True)
+                count, num_bytes = process.stdout.readline().split()
+                return int(count), int(num_bytes)
+
+            yield ask
+            process.stdin.close()
+
     def replicas(self, stage: str) -> list[int]:
         """Process ids of the stage's replicas; of this server's alone."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
+
+
+_STORE = """
+import sys, ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+for _ in sys.stdin:
+    stats = get_memory_info_reply(get_state_from_address(sys.argv[1])).store_stats
+    print(stats.num_local_objects, stats.object_store_bytes_used, flush=True)
+"""
 
 
 @dataclass
@@ -156,12 +188,16 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def session_logs(mark: str) -> Path:
-    """Ray's raylet names its session folder in its command line."""
+    return Path(argument(mark, "--session-dir=", "--session_dir=")) / "logs"
+
+
+def argument(mark: str, *names: str) -> str:
+    """Ray's processes name their session's folder and address in their command lines."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
-            if word.startswith(("--session-dir=", "--session_dir=")):
-                return Path(word.partition("=")[2]) / "logs"
-    raise AssertionError("the server has no Ray session")
+            if word.startswith(names):
+                return word.partition("=")[2]
+    raise AssertionError(f"the server has no process with {names}")
 
 
 class MediaServer:
@@ -178,7 +214,9 @@ class MediaServer:
         self.asked.append(request.path)
         try:
             if handler := self.handlers.get(request.path):
-                await handler(request)
+                response: web.StreamResponse | None = await handler(request)
+                if response:
+                    return response
         except asyncio.CancelledError:
             self.left.append(request.path)
             raise
@@ -192,9 +230,9 @@ class MediaServer:
         app.router.add_get("/{path:.*}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, MEDIA_HOST, 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http://{MEDIA_HOST}:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

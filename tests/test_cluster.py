@@ -18,8 +18,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 import soundfile
+from aiohttp import web
 from cluster import MediaServer, Server, chat, media, media_server, wait_until
 from PIL import Image
+from test_fetch import targets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -295,3 +297,33 @@ def send(connection: socket.socket, body: object, request_id: str = "", path: st
     if request_id:
         head.append(f"x-request-id: {request_id}")
     connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
+
+
+def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) -> None:
+    """Each spelling by itself, and at the end of a redirect from a host that is allowed."""
+
+    async def redirects(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": urls[int(request.path[1:])]})
+
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        listener.setblocking(False)
+        # A lone surrogate is no JSON, and refused as that.
+        urls = [url for url in targets(listener.getsockname()[1]) if "\ud800" not in url]
+        in_header = [
+            i for i, url in enumerate(urls) if url.isprintable() and url.isascii() and len(url) < 4000
+        ]
+        remote.handlers = {f"/{i}": redirects for i in in_header}
+        assert len(urls) > 120
+        assert len(in_header) > 100
+        for url in [*urls, *(f"{remote.url}/{i}" for i in in_header)]:
+            answer = server.post(RENDER, chat("look:", media("image", url)))
+            message = answer.body["error"]["message"]
+            assert answer.body["error"]["param"] in ITEM_OR_URL, (url, message)
+            # A name that this machine does not know is the one thing that is nobody's fault.
+            assert answer.status in (400, 422) or "cannot be resolved" in message, (url, message)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        assert remote.handlers.keys() <= set(remote.asked)  # each was there to be followed
+
+
+ITEM_OR_URL = ("messages[0].content[1]", "messages[0].content[1].image_url.url")

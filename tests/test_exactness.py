@@ -33,7 +33,7 @@ def tried_as(cls: Any) -> ItemProcessor:
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
 def test_every_family_serves_all_of_its_modalities(name: str) -> None:
     family = next(family for family in FAMILIES if family.name == name)
-    assert tried(name).spec.modalities == [m for m in Modality if m in family.modalities]
+    assert tried(name).spec().modalities == [m for m in Modality if m in family.modalities]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_every_family_serves_all_of_its_modalities(name: str) -> None:
     ],
 )
 def test_what_depends_on_the_other_items_is_processed_in_one_call(name: str, modality: Modality) -> None:
-    assert tried(name).spec.together == [modality]
+    assert tried(name).spec().together == [modality]
 
 
 def test_a_modality_that_does_not_come_out_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -59,7 +59,7 @@ def test_a_modality_that_does_not_come_out_is_left_out_by_name(caplog: pytest.Lo
 
     with caplog.at_level("WARNING", "ray.serve"):
         items = tried_as(Appending)
-    assert items.spec.modalities == [AUDIO, VIDEO]
+    assert items.spec().modalities == [AUDIO, VIDEO]
     assert "Appending: image input does not come out" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_modalities_that_do_not_mix_are_not_both_served(caplog: pytest.LogCaptur
 
     with caplog.at_level("WARNING", "ray.serve"):
         items = tried_as(Mixing)
-    assert items.spec.modalities == [IMAGE, AUDIO]
+    assert items.spec().modalities == [IMAGE, AUDIO]
     assert "Mixing: video" in caplog.text
     assert "pixel_values differs" in caplog.text
 

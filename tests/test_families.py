@@ -112,7 +112,7 @@ def test_videos_of_different_lengths_equal_one_joint_call_where_there_is_one(fam
 def test_settings_of_a_request_are_those_of_the_joint_call(family: Family) -> None:
     items = samples(family)
     plain = item_processor(family.folder())
-    for name, ceiling in plain.spec.settings.items():
+    for name, ceiling in plain.spec().settings.items():
         value: int | bool = (
             name in {"do_pan_and_scan", "crop_to_patches"} if ceiling is None else ceiling // 2
         )

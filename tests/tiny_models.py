@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import io
 import pickle
 import tempfile
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
 from deployments.multimodal.placeholders import run_lengths
 from deployments.multimodal.settings import ProcessorSettings
+from deployments.payload import pack_pieces
 from deployments.tokenizer import ChatEncoder
 from deployments.types import Arrays, Chat, Media, MMFeatures, Modality, Payload
 
@@ -305,3 +310,60 @@ def joint_call(
 def _as_users_pass(arrays: Arrays) -> Image.Image | npt.NDArray[Any]:
     (array,) = arrays.values()
     return Image.fromarray(array) if array.ndim == 3 else array.copy()
+
+
+def as_sent(value: Any) -> npt.NDArray[np.uint8]:
+    """A tensor as clients send it: base64 of what torch.save writes."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return np.frombuffer(base64.b64encode(file.getvalue()), np.uint8)
+
+
+async def in_pieces(values: dict[str, Any]) -> dict[str, Any]:
+    """Tensors and plain numbers as they reach the embedding stage."""
+    return {
+        name: np.array(value) if isinstance(value, list) else [await pack_pieces([as_sent(value).tobytes()])]
+        for name, value in values.items()
+    }
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An item as a client may send it: as media, or as what tiny-omni's encoder makes of it."""
+
+    media: dict[str, Any]
+    values: Any  # torch.Tensor [num_tokens, hidden size]
+    embeds: dict[str, Any]
+
+
+@cache
+def encoded_by_omni(sample: str) -> Encoded:
+    """`sample`: a file of docs/samples."""
+    import torch
+
+    from deployments.checkpoint import load_model
+    from deployments.engine.inputs import encode
+    from deployments.media import MediaConfig, MediaLoader
+
+    data = (Path(__file__).parent.parent / "docs" / "samples" / sample).read_bytes()
+    kind = {"png": "image", "wav": "audio", "mp4": "video"}[sample[-3:]]
+    uri = f"data:;base64,{base64.b64encode(data).decode()}"
+    decoded, *_ = MediaLoader(MediaConfig())._decode_now(
+        data, Modality(kind), item_processor(OMNI).spec().options, threading.Event()
+    )
+    media = Media(Modality(kind), "", Payload(0), {}, 0, "", video_metadata=decoded.video_metadata)
+    item = engine_item(OMNI, media, decoded.arrays)
+    with torch.inference_mode():
+        values = encode(load_model(OMNI, "cpu", "auto"), item)
+    tensors = {f"{kind}_embeds": values}
+    for name in ("image_grid_thw", "video_grid_thw", "video_second_per_grid"):
+        if name in item.arrays:
+            tensors[name] = torch.from_numpy(item.arrays[name])
+    sent = {name: as_sent(tensor).tobytes().decode() for name, tensor in tensors.items()}
+    return Encoded(
+        {"type": f"{kind}_url", f"{kind}_url": {"url": uri}},
+        values,
+        {"type": f"{kind}_embeds", f"{kind}_embeds": sent},
+    )
