@@ -38,7 +38,7 @@ def assemble(
     names = dict.fromkeys(name for item in items for name in item.arrays)
     for name in names.keys() & accepts - PER_TOKEN:
         arrays[name] = _join(name, [item.arrays[name] for item in items if name in item.arrays])
-    return {name: _to_tensor(array, dtype) for name, array in arrays.items()}
+    return {name: to_tensor(array, dtype) for name, array in arrays.items()}
 
 
 def _join(name: str, arrays: list[Any]) -> Any:
@@ -49,7 +49,7 @@ def _join(name: str, arrays: list[Any]) -> Any:
         raise ServingError(f"This model's family cannot take these items together ({name}).") from error
 
 
-def _to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
+def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
     """Features take the model's dtype; single numbers of an item, such as seconds, keep their precision."""
     tensor = torch.from_numpy(array)
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim > 1 else tensor

@@ -33,20 +33,20 @@ def embeds_forms(
     Where a family has more between them, such as the time before each frame, their number does not tell how
     they lie, and embeddings of that modality can not be taken.
     """
-    forms = {m: _form(m, getattr(processor, f"{m}_token_id"), process) for m in modalities}
+    forms = {m: _form(m, getattr(processor, f"{m}_token_id", None), process) for m in modalities}
     return {modality: form for modality, form in forms.items() if form}
 
 
-def _form(modality: Modality, token_id: int, process: Process) -> EmbedsForm | None:
+def _form(modality: Modality, token_id: int | None, process: Process) -> EmbedsForm | None:
     metadata: Any = {"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3], "duration": 2.0}
     media = Media(modality, "", Payload(0), {}, 0, "", video_metadata=metadata)
     try:
         made = process(media, _SAMPLES[modality])
-    except ServingError:
+    except ServingError:  # of all of a family
         return None
     runs = run_lengths(made.token_ids)
     places = [index for index, (run_id, _) in enumerate(runs) if run_id == token_id]
-    if len(places) != 1:
+    if token_id is None or len(places) != 1:
         return None
     first = made.token_ids.index(token_id)
     grid = f"{modality}_grid_thw"
