@@ -18,7 +18,7 @@ from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
 from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
-from deployments.types import SECONDS, Arrays, EmbeddingSource, MMFeatures
+from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
 
 logger = logging.getLogger("ray.serve")
 
@@ -82,15 +82,16 @@ class EmbeddingLoader:
             ),
             asyncio.gather(*(self._pool.run(_numbers, name, sent[name], stopped) for name in names)),
         )
-        checked = _checked(source, embeds, dict(zip(names, (values for values, _ in numbers), strict=True)))
-        made = {source.name: embeds.values} | checked
+        num_tokens = len(embeds.values)
+        sent_numbers = dict(zip(names, (values for values, _ in numbers), strict=True))
+        positions = _positions(source, sent_numbers, num_tokens)
+        made = {source.name: embeds.values} | positions | _token_types(source.form, num_tokens)
         # In the order in which the client sent them; what it did not send comes last.
         arrays = {name: made[name] for name in sent if name in made} | made
-        num_tokens = len(embeds.values)
         logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
         return MMFeatures(
             modality=source.modality,
-            digest=_digest(embeds, checked),
+            digest=_digest(embeds, positions),
             num_tokens=num_tokens,
             replacement=[*source.form.before, (source.form.token_id, num_tokens), *source.form.after],
             payload=await pack(arrays),
@@ -110,18 +111,22 @@ def _numbers(name: str, sent: list[Piece] | npt.NDArray[Any], stopped: threading
         raise type(error)(f"{name}: {error.message}") from None
 
 
-def _checked(source: EmbeddingSource, embeds: Embeds, numbers: Numbers) -> Arrays:
-    """What the model needs beside the embeddings, in the shapes that its processor gives."""
-    form, num_tokens = source.form, len(embeds.values)
+def _positions(source: EmbeddingSource, numbers: Numbers, num_tokens: int) -> Arrays:
+    """What the model derives positions from, in the shapes that its processor gives."""
     arrays: Arrays = {}
-    if form.grid:
-        arrays[form.grid] = _grid(source, numbers, num_tokens)
-    if form.seconds:
-        arrays[form.seconds] = _seconds(numbers)
-    before, after = (sum(count for _, count in runs) for runs in (form.before, form.after))
-    for name, value in form.token_types.items():
-        arrays[name] = np.array([[0] * before + [value] * num_tokens + [0] * after])
+    if source.form.grid:
+        arrays[source.form.grid] = _grid(source, numbers, num_tokens)
+    if source.form.seconds:
+        arrays[source.form.seconds] = _seconds(numbers)
     return arrays
+
+
+def _token_types(form: EmbedsForm, num_tokens: int) -> Arrays:
+    before, after = (sum(count for _, count in runs) for runs in (form.before, form.after))
+    return {
+        name: np.pad(np.full((1, num_tokens), value), ((0, 0), (before, after)))
+        for name, value in form.token_types.items()
+    }
 
 
 def _grid(source: EmbeddingSource, numbers: Numbers, num_tokens: int) -> npt.NDArray[np.int64]:
@@ -150,7 +155,7 @@ def _seconds(numbers: Numbers) -> npt.NDArray[np.float32]:
     return sent.astype(np.float32).reshape(1)
 
 
-def _digest(embeds: Embeds, checked: Arrays) -> str:
+def _digest(embeds: Embeds, positions: Arrays) -> str:
     """Of all that makes a difference to the model."""
-    header = "".join(f"{name} {array.tolist()}\n" for name, array in checked.items() if array.size <= 3)
-    return blake3(f"{embeds.digest}\n{header}".encode()).hexdigest()
+    numbers = [(name, array.tolist()) for name, array in positions.items()]
+    return blake3(f"{embeds.digest} {numbers}".encode()).hexdigest()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from local_graph import LocalGraph, chat
-from tiny_models import OMNI, Encoded, as_sent, encoded_by_omni, tokenizer
+from tiny_models import OMNI, Encoded, as_sent, encoded_by_omni, tokenizer, wide_omni
 
 from app.calls import Deadline
 from app.chat import parse_chat
@@ -187,3 +190,35 @@ async def test_a_model_that_takes_none(graph: LocalGraph, kind: str) -> None:
     with pytest.raises(UnsupportedMedia, match=f"takes no {kind}") as caught:
         await pipeline.prepare(parsed, pipeline.media_options, Deadline(30), 2**20)
     assert caught.value.param == PLACE
+
+
+CORPUS = Path(__file__).parents[2] / "shared" / "corpus"
+
+
+def corpus() -> list[Any]:
+    try:
+        lines = (CORPUS / "MANIFEST.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return [pytest.param({}, marks=pytest.mark.skip("the corpus of embeddings is not here"))]
+    rows = [json.loads(line) for line in lines]
+    return [pytest.param(row, id=row["file"]) for row in rows if row["file"].startswith("embeds/")]
+
+
+@pytest.fixture(scope="module")
+def wide_graph() -> LocalGraph:
+    return LocalGraph(AppConfig(model=wide_omni(), enable_mm_embeds=True))
+
+
+@pytest.mark.parametrize("row", corpus())
+async def test_the_corpus_where_its_width_is_right(wide_graph: LocalGraph, row: dict[str, Any]) -> None:
+    sent = b64encode((CORPUS / "media" / row["file"]).read_bytes()).decode()
+    part = {"image_embeds": {"image_embeds": sent, "image_grid_thw": [1, 4, 4]}}
+    async with await wide_graph.client() as api:
+        response = await api.post(COMPLETIONS, json=chat(part, "what is it?", max_tokens=2))
+    if response.status_code == 200:
+        assert row["outcome"] != "reject"
+        assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 4
+    else:
+        assert row["outcome"] != "accept", response.text
+        assert response.status_code == 422
+        assert response.json()["error"]["param"] == PLACE

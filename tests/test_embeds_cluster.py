@@ -76,7 +76,7 @@ def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) 
 
 def test_references_and_memory_go_back(server: Server) -> None:
     """After an answer from embeddings by reference, and after 16 MB that were too many for the context."""
-    answered = chat(audio_embeds(3500), "what?", max_tokens=2)  # 1.8 MB
+    answered = chat(audio_embeds(800), "what?", max_tokens=2)  # 400 KB
     refused = chat(audio_embeds(32 * 1024), "what?")
 
     def both() -> None:
@@ -92,7 +92,8 @@ def test_references_and_memory_go_back(server: Server) -> None:
             both()
         wait_until(lambda: store() <= idle, why=lambda: f"{store()}, {idle} before")
         grown = {stage: size - before[stage] for stage, size in anonymous(server).items()}
-        assert all(size < 24 * MIB for size in grown.values()), grown
+        # Allocators keep some of what is given back, but not the 22 MB of five bodies, nor five times 16 MB.
+        assert all(size < 48 * MIB for size in grown.values()), grown
 
 
 def anonymous(server: Server) -> dict[str, int]:

@@ -6,6 +6,7 @@ import base64
 import inspect
 import io
 import pickle
+import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -143,6 +144,27 @@ def qwen3_vl() -> str:
         Qwen3VLVideoProcessor(**video_sizes),
         chat_template=QWEN_VL_TEMPLATE,
     ).save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def wide_omni() -> str:
+    """Folder of a tiny-omni of random weights, as wide as the corpus' embeddings are."""
+    import torch
+    from transformers import AutoConfig, Qwen2_5OmniThinkerForConditionalGeneration
+
+    folder = Path(_SCRATCH.name) / "wide-omni"
+    shutil.copytree(BUNDLED[OMNI], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.hidden_size = config.audio_config.output_dim = config.vision_config.out_hidden_size = (
+        2048
+    )
+    config.text_config.num_hidden_layers = config.text_config.num_key_value_heads = 1
+    config.text_config.layer_types = ["full_attention"]
+    config.text_config.num_attention_heads = 64
+    config.text_config.intermediate_size = 64
+    torch.manual_seed(0)
+    Qwen2_5OmniThinkerForConditionalGeneration(config).save_pretrained(folder)
     return str(folder)
 
 

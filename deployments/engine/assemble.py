@@ -28,10 +28,10 @@ def assemble(
     arrays = join(prompt, [(item.features, item.arrays) for item in items])
     for name in PER_TOKEN & accepts - arrays.keys():
         arrays[name] = np.zeros_like(arrays["input_ids"])
-    return {name: _to_tensor(array, dtype) for name, array in arrays.items() if name in accepts | _ALWAYS}
+    return {name: to_tensor(array, dtype) for name, array in arrays.items() if name in accepts | _ALWAYS}
 
 
-def _to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
+def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
     """Features take the model's dtype; single numbers of an item, such as seconds, keep their precision."""
     tensor = torch.from_numpy(array)
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim > 1 else tensor

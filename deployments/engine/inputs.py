@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deployments.engine.assemble import assemble
+from deployments.engine.assemble import assemble, to_tensor
 from deployments.engine.base import EngineItem
 from deployments.errors import ServingError
 from deployments.multimodal.placeholders import PER_TOKEN, Span, expand
@@ -54,7 +54,7 @@ def encode(model: Any, item: EngineItem) -> torch.Tensor:
         return _given(item).to(model.device)
     encoder = getattr(model, f"get_{item.features.modality}_features")
     features = {
-        name: torch.tensor(item.arrays[name], device=model.device)
+        name: to_tensor(item.arrays[name], model.dtype).to(model.device)
         for name in inspect.signature(encoder).parameters
         if name in item.arrays
     }
@@ -97,7 +97,6 @@ def hidden_size(model: Any) -> int | None:
     """Of the embeddings that the model takes; None where they are not all that it takes of its inputs."""
     text = model.config.get_text_config()
     vision = getattr(model.config, "vision_config", None)
-    takes_more = getattr(text, "hidden_size_per_layer_input", 0) or hasattr(
-        vision, "deepstack_visual_indexes"
-    )
-    return None if takes_more else int(text.hidden_size)
+    every_layer = getattr(text, "hidden_size_per_layer_input", 0)
+    some_layers = hasattr(vision, "deepstack_visual_indexes")
+    return None if every_layer or some_layers else int(text.hidden_size)

@@ -42,7 +42,7 @@ def _form(modality: Modality, process: Process) -> EmbedsForm | None:
     media = Media(modality, "", Payload(0), {}, 0, "", video_metadata=metadata)
     try:
         made = process(media, _SAMPLES[modality])
-    except ServingError:
+    except ServingError:  # of all of a family
         return None
     runs = run_lengths(made.token_ids)
     token_id, num_tokens = max(runs, key=lambda run: run[1])
