@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from run_server import SERVE_PORTS
 ROOT = Path(__file__).parent.parent
 START_S = 120
 SETTLE_S = 10
+IDLE_S = 2  # of a client in the middle of its body
 
 
 @dataclass
@@ -47,7 +49,10 @@ class Server:
         config["http_options"]["port"] = port
         for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
             env["env_vars"] |= own
-        application["args"]["media"] = {"allowed_private_networks": ["127.0.0.0/8"]}
+        application["args"] |= {
+            "media": {"allowed_private_networks": ["127.0.0.0/8"]},
+            "body_idle_timeout_s": IDLE_S,
+        }
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -64,7 +69,7 @@ class Server:
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: process.poll() is not None or healthy(url), START_S, lambda: tail(output))
             assert process.poll() is None, tail(output)
-            yield cls(url, session_logs(mark), mark)
+            yield cls(url, Path(raylet_option(mark, "session-dir"), "logs"), mark)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
@@ -94,6 +99,28 @@ class Server:
         """Process ids of the stage's replicas; of this server's alone."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
+
+    def own_mib(self, stage: str) -> int:
+        """Memory of the stage's replica without what it shares, such as the object store."""
+        (pid,) = self.replicas(stage)
+        return int(read(f"/proc/{pid}/status").partition("RssAnon:")[2].split()[0]) // 1024
+
+    def stored(self) -> tuple[int, int]:
+        """MiB and objects in the object store."""
+        told = subprocess.run(
+            [Path(sys.executable).with_name("ray"), "memory", "--stats-only", "--address", self._gcs()],
+            env={**os.environ, "RAY_AUTH_MODE": "token"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout
+        found = re.search(r"Plasma memory usage (\d+) MiB, (\d+) objects", told)
+        assert found, told
+        return int(found[1]), int(found[2])
+
+    def _gcs(self) -> str:
+        return raylet_option(self.mark, "gcs-address")
 
 
 @dataclass
@@ -155,12 +182,13 @@ def marked(mark: str) -> Iterator[int]:
             yield int(entry.name)
 
 
-def session_logs(mark: str) -> Path:
-    """Ray's raylet names its session folder in its command line."""
+def raylet_option(mark: str, name: str) -> str:
+    """Of Ray's raylet, which names its session's folder and the like in its command line."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
-            if word.startswith(("--session-dir=", "--session_dir=")):
-                return Path(word.partition("=")[2]) / "logs"
+            option, _, value = word.partition("=")
+            if option.replace("_", "-") == f"--{name}" and value:
+                return value
     raise AssertionError("the server has no Ray session")
 
 
