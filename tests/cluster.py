@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
+IDLE_S = 2  # of a client in the middle of its body
 
 
 @dataclass
@@ -48,9 +49,13 @@ class Server:
         config["http_options"]["port"] = port
         for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
             env["env_vars"] |= own
-        # One address of loopback and no other: the rest is as forbidden as it is by default.
-        application["args"]["media"] = {"allowed_private_networks": [f"{MEDIA_HOST}/32"]}
-        application["args"] |= {"enable_mm_embeds": True, "enable_prompt_embeds": True}
+        application["args"] |= {
+            # One address of loopback and no other: the rest is as forbidden as it is by default.
+            "media": {"allowed_private_networks": [f"{MEDIA_HOST}/32"]},
+            "body_idle_timeout_s": IDLE_S,
+            "enable_mm_embeds": True,
+            "enable_prompt_embeds": True,
+        }
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -67,7 +72,7 @@ class Server:
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: process.poll() is not None or healthy(url), START_S, lambda: tail(output))
             assert process.poll() is None, tail(output)
-            yield cls(url, session_logs(mark), mark)
+            yield cls(url, Path(raylet_option(mark, "session-dir"), "logs"), mark)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
@@ -116,6 +121,11 @@ class Server:
         """Process ids of the stage's replicas; of this server's alone."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
+
+    def own_bytes(self, stage: str) -> int:
+        """Memory of the stage's replica without what it shares, such as the object store."""
+        (pid,) = self.replicas(stage)
+        return int(read(f"/proc/{pid}/status").partition("RssAnon:")[2].split()[0]) * 1024
 
 
 _STORE = """

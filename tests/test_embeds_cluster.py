@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import re
 import threading
 from collections.abc import Iterator
 
 import openai
 import pytest
 import torch
-from cluster import Server, chat, media, media_server, read, wait_until
+from cluster import Server, chat, media, media_server, wait_until
 from test_cluster import COMPLETIONS, connect, send
 from tiny_models import encoded_by_omni
 
@@ -87,26 +86,13 @@ def test_references_and_memory_go_back(server: Server) -> None:
         idle = store()
         both()  # what is made once and kept, is made now
         wait_until(lambda: store() <= idle, why=lambda: f"{store()}, {idle} before")
-        before = anonymous(server)
+        before = {stage: server.own_bytes(stage) for stage in ("Ingress", "EmbeddingLoader", "Model")}
         for _ in range(5):
             both()
         wait_until(lambda: store() <= idle, why=lambda: f"{store()}, {idle} before")
-        grown = {stage: size - before[stage] for stage, size in anonymous(server).items()}
+        grown = {stage: server.own_bytes(stage) - size for stage, size in before.items()}
         # Allocators keep some of what is given back, but not the 22 MB of five bodies, nor five times 16 MB.
         assert all(size < 48 * MIB for size in grown.values()), grown
-
-
-def anonymous(server: Server) -> dict[str, int]:
-    """Private bytes of the stages that an embedding goes through."""
-    stages = ("Ingress", "EmbeddingLoader", "Model")
-    return {
-        stage: sum(
-            int(kib) * 1024
-            for pid in server.replicas(stage)
-            for kib in re.findall(r"RssAnon:\s+(\d+) kB", read(f"/proc/{pid}/status"))
-        )
-        for stage in stages
-    }
 
 
 def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
