@@ -72,7 +72,7 @@ class Server:
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: process.poll() is not None or healthy(url), START_S, lambda: tail(output))
             assert process.poll() is None, tail(output)
-            yield cls(url, Path(raylet_option(mark, "session-dir"), "logs"), mark)
+            yield cls(url, session_logs(mark), mark)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
