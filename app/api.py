@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
 from app import __version__
+from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
     ChatWriter,
@@ -29,6 +30,7 @@ from app.chat import (
 )
 from app.detokenize import TextStream
 from app.intake import Body, LongString, parse, read_body
+from app.page import add_page
 from app.pipeline import Pipeline, Prepared
 from app.protocol import (
     ChatRequest,
@@ -56,6 +58,9 @@ class ApiSettings:
     max_media_bytes: int = 2**63  # of all items of a request together, as sent or fetched
     media_io_kwargs: MediaIOKwargs = field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
+    page: bool = True  # at /
+    api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
+    cors_allow_origins: list[str] = field(default_factory=list)
 
 
 class Json(Response):
@@ -190,6 +195,9 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def bug(http: Request, error: Exception) -> Response:
         return _error_response(_BUG)
 
+    if settings.page:
+        add_page(app)
+    protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
 
