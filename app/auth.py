@@ -93,7 +93,7 @@ class ApiKeys:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope) or self._knows(Headers(scope=scope)):
             await self._app(scope, receive, send)
         else:
             await self._refusal(scope, receive, send)
@@ -105,3 +105,8 @@ class ApiKeys:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # All of them are compared, so that the time tells nothing; `any` would stop at the first.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def _is_open(scope: Scope) -> bool:
+    """`root_path`: Serve's route_prefix, which the path begins with."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS

@@ -87,7 +87,7 @@ def test_an_origin_that_no_browser_sends_is_refused_at_start(origin: str) -> Non
         AppConfig.model_validate({"cors_allow_origins": [origin]})
 
 
-def client_of(keys: tuple[bytes, ...] = (), origins: tuple[str, ...] = ()) -> httpx.AsyncClient:
+def small_app() -> FastAPI:
     app = FastAPI()
 
     @app.get("/health")
@@ -99,6 +99,11 @@ def client_of(keys: tuple[bytes, ...] = (), origins: tuple[str, ...] = ()) -> ht
     async def chat_completions(http: Request) -> int:
         return len(await http.body())
 
+    return app
+
+
+def client_of(keys: tuple[bytes, ...] = (), origins: tuple[str, ...] = ()) -> httpx.AsyncClient:
+    app = small_app()
     protect(app, keys, origins)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://headrace")
 
@@ -146,6 +151,14 @@ async def test_no_key_or_a_wrong_one_is_told_so(header: str) -> None:
 async def test_the_page_and_the_health_are_for_everybody(path: str, status: int) -> None:
     async with client_of(digests(FIRST)) as client:
         assert (await client.get(httpx.URL("http://headrace").copy_with(path=path))).status_code == status
+
+
+@pytest.mark.parametrize(("path", "status"), [("/llm/health", 200), ("/llm/", 200), ("/llm/v1/models", 401)])
+async def test_under_a_route_prefix_too(path: str, status: int) -> None:
+    middleware = ApiKeys(small_app(), digests(FIRST))
+    transport = httpx.ASGITransport(middleware, root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://headrace") as client:
+        assert (await client.get(path)).status_code == status
 
 
 async def test_the_body_of_a_stranger_is_not_read() -> None:

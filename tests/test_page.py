@@ -43,7 +43,7 @@ async def test_a_browser_may_run_the_pages_own_script_and_nothing_else(client: h
     assert policy["script-src"].startswith("'sha256-")
     assert policy["style-src"].startswith("'sha256-")
     assert policy["connect-src"] == "'self'"
-    assert "http" not in response.text.replace('"http://www.w3.org', "")  # nothing from anywhere else
+    assert "://" not in response.text  # nothing from anywhere else
 
 
 async def test_a_page_that_is_known_is_not_sent_again(client: httpx.AsyncClient) -> None:
