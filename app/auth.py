@@ -74,7 +74,7 @@ def protect(app: FastAPI, digests: Sequence[bytes], allow_origins: Sequence[str]
             allow_origins=allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "server-timing"],
+            expose_headers=["x-request-id", "retry-after"],
         )
 
 
@@ -84,19 +84,12 @@ class ApiKeys:
     def __init__(self, app: ASGIApp, digests: Sequence[bytes]) -> None:
         self._app = app
         self._digests = digests
-        error = Unauthorized("Send one of this server's API keys as `Authorization: Bearer <key>`.")
-        self._refusal = JSONResponse(
-            error_envelope(error.message, "invalid_request_error", None, error.code),
-            error.status,
-            # Closed, else the client would send all of its body before it reads the answer.
-            {"WWW-Authenticate": "Bearer", "Connection": "close"},
-        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _is_open(scope) or self._knows(Headers(scope=scope)):
             await self._app(scope, receive, send)
         else:
-            await self._refusal(scope, receive, send)
+            await _refusal()(scope, receive, send)
 
     def _knows(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -105,6 +98,13 @@ class ApiKeys:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # All of them are compared, so that the time tells nothing; `any` would stop at the first.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def _refusal() -> JSONResponse:
+    error = Unauthorized("Send one of this server's API keys as `Authorization: Bearer <key>`.")
+    envelope = error_envelope(error.message, "invalid_request_error", None, error.code)
+    # Closed, else the client would send all of its body before it reads the answer.
+    return JSONResponse(envelope, error.status, {"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
 def _is_open(scope: Scope) -> bool:

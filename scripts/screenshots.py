@@ -57,12 +57,15 @@ def page(browser: Browser, url: str) -> Iterator[tuple[str, bytes]]:
     browser.prefer("dark")
     yield "page-dark", browser.screenshot()
     browser.prefer("light")
+
     browser.resize(360, 740)
-    browser.script("document.querySelector('.seen').open = false")
+    browser.open(url)
+    ask(browser, "what do you see and hear?", MIXED)
+    browser.wait("document.querySelector('article .waterfall')")
     yield "page-narrow", browser.screenshot()
 
     browser.resize(1280, 900)
-    browser.click("#new")
+    browser.open(url)
     browser.drop(MIXED[:2])
     browser.script("attach([new File(['no image at all'], 'broken.png', {type: 'image/png'})])")
     ask(browser, "what do you see and hear?", [])
