@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
 from app import __version__, gate
+from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
     ChatWriter,
@@ -29,6 +30,7 @@ from app.chat import (
 )
 from app.detokenize import TextStream
 from app.intake import Body, InFlight, LongString, parse, read_body
+from app.page import add_page
 from app.pipeline import Pipeline, Prepared
 from app.protocol import (
     MM_EMBEDS_TYPES,
@@ -66,6 +68,9 @@ class ApiSettings:
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
     enable_mm_embeds: bool = False
     enable_prompt_embeds: bool = False
+    page: bool = True  # at /
+    api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
+    cors_allow_origins: list[str] = field(default_factory=list)
 
     @property
     def off(self) -> dict[str, str]:
@@ -246,6 +251,9 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def bug(http: Request, error: Exception) -> Response:
         return _error_response(_BUG)
 
+    if settings.page:
+        add_page(app)
+    protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
 

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,10 @@ class Server:
 
     @classmethod
     @contextmanager
-    def start(cls, folder: Path) -> Iterator[Server]:
+    def start(
+        cls, folder: Path, args: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None
+    ) -> Iterator[Server]:
+        """`args`: settings beside the shipped ones; `env`: variables beside this process's own."""
         port, *others = free_ports(1 + len(SERVE_PORTS))
         # A port's number and the hundred after it, for the replicas of the ingress.
         own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
@@ -47,15 +50,15 @@ class Server:
         config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
         application = config["applications"][0]
         config["http_options"]["port"] = port
-        for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
-            env["env_vars"] |= own
+        for runtime_env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
+            runtime_env["env_vars"] |= own
         application["args"] |= {
             # One address of loopback and no other: the rest is as forbidden as it is by default.
             "media": {"allowed_private_networks": [f"{MEDIA_HOST}/32"]},
             "body_idle_timeout_s": IDLE_S,
             "enable_mm_embeds": True,
             "enable_prompt_embeds": True,
-        }
+        } | (args or {})
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -63,7 +66,13 @@ class Server:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
             cwd=ROOT,
-            env={**os.environ, "RAY_ADDRESS": "local", "RAY_worker_niceness": "0", **dict([mark.split("=")])},
+            env={
+                **os.environ,
+                "RAY_ADDRESS": "local",
+                "RAY_worker_niceness": "0",
+                **dict([mark.split("=")]),
+                **(env or {}),
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
