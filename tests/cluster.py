@@ -38,7 +38,10 @@ class Server:
 
     @classmethod
     @contextmanager
-    def start(cls, folder: Path) -> Iterator[Server]:
+    def start(
+        cls, folder: Path, change: Callable[[dict[str, Any]], object] = lambda config: None
+    ) -> Iterator[Server]:
+        """On `serve_config.yaml` with ports of its own and whatever else `change` does to it."""
         port, *others = free_ports(1 + len(SERVE_PORTS))
         # A port's number and the hundred after it, for the replicas of the ingress.
         own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
@@ -50,6 +53,7 @@ class Server:
             env["env_vars"] |= own
         # One address of loopback and no other: the rest is as forbidden as it is by default.
         application["args"]["media"] = {"allowed_private_networks": [f"{MEDIA_HOST}/32"]}
+        change(config)
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -60,7 +64,7 @@ class Server:
             env={**os.environ, "RAY_ADDRESS": "local", "RAY_worker_niceness": "0", **dict([mark.split("=")])},
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # and no session of its own: where Linux groups those, each has half of the CPUs
         )
         try:
             url = f"http://127.0.0.1:{port}"
