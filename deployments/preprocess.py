@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.checkpoint import load_processor, placeholders_of
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageTimeout, UnsupportedMedia
 from deployments.logs import log_refusals_in_one_line
+from deployments.multimodal.pixel_layout import without_relayout
 from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
@@ -106,7 +107,7 @@ class ItemProcessor:
     """
 
     def __init__(self, processor: Any) -> None:
-        self._processor = processor
+        self._processor = without_relayout(processor)
         self._tokens = placeholders_of(processor)
         self._seams = _seam_tokens(processor)
         self._walls = {m: _walls(processor, m, token, self._seams) for m, token in self._tokens.items()}
