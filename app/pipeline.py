@@ -33,8 +33,11 @@ from deployments.types import (
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
-
 _NAMED = 3  # items that an error message lists
+
+# Of one request: enough to keep many replicas at work, and so few that they neither fill the queues of the
+# stages for others nor hold up the event loop while they start.
+_ITEMS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,13 @@ class Pipeline:
         budget = _Budget(max_media_bytes)
         for item in parsed.items:
             budget.spend(item.num_bytes, item.param)
-        pending = (self._prepare_item(item, options, deadline, budget) for item in parsed.items)
+        at_once = asyncio.Semaphore(_ITEMS_AT_ONCE)
+
+        async def prepare_item(item: Item) -> Any:
+            async with at_once:
+                return await self._prepare_item(item, options, deadline, budget)
+
+        pending = map(prepare_item, parsed.items)
         results = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), items = results[0], results[1:]
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
