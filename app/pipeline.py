@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -41,8 +42,11 @@ from deployments.types import (
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
-
 _NAMED = 3  # items that an error message lists
+
+# Of one request: enough to keep many replicas at work, and so few that they neither fill the queues of the
+# stages for others nor hold up the event loop while they start.
+_ITEMS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class _Terms:
     settings: ProcessorSettings
     deadline: Deadline
     budget: _Budget
+    at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ITEMS_AT_ONCE))
 
 
 class Pipeline:
@@ -199,10 +204,11 @@ class Pipeline:
         try:
             if items[0].kind == "embeds":
                 return [await self._load_embeddings(item, terms.deadline) for item in items]
-            sources = [await _source(item) for item in items]
-            items = [replace(item, data=b"") for item in items]  # they live as long as the answer
-            attempt = partial(self._load_and_process, items, sources, terms)
-            return await once_more(attempt, on=InputLost)
+            async with terms.at_once:
+                sources = [await _source(item) for item in items]
+                items = [replace(item, data=b"") for item in items]  # they live as long as the answer
+                attempt = partial(self._load_and_process, items, sources, terms)
+                return await once_more(attempt, on=InputLost)
         except ServingError as error:
             error.param = error.param or items[0].param
             raise

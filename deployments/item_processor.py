@@ -16,6 +16,7 @@ from deployments.errors import InvalidMedia, MediaTooLarge, ServingError
 from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.joining import join_rule, part
+from deployments.multimodal.pixel_layout import without_relayout
 from deployments.multimodal.placeholders import PER_TOKEN
 from deployments.multimodal.settings import ProcessorSettings, as_kwargs, settings_of
 from deployments.types import Arrays, Edges, InputSpec, Media, MediaOptions, Modality
@@ -50,7 +51,7 @@ class ItemProcessor:
     """
 
     def __init__(self, processor: Any) -> None:
-        self.processor = processor
+        self.processor = without_relayout(processor)
         self.family = type(processor).__name__
         self.placeholders = placeholders_of(processor)
         self.together: frozenset[Modality] = frozenset()  # set by deployments.exactness

@@ -71,7 +71,7 @@ def _families() -> list[Any]:
 
 def _row(family: Any) -> str:
     from tiny_families import compared, conversation, samples
-    from tiny_models import item_processor  # type: ignore[import-not-found]
+    from tiny_models import item_processor
 
     items = item_processor(family.folder())
     items_of = samples(family)

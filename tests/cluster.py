@@ -40,9 +40,15 @@ class Server:
     @classmethod
     @contextmanager
     def start(
-        cls, folder: Path, args: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None
+        cls,
+        folder: Path,
+        change: Callable[[dict[str, Any]], object] = lambda config: None,
+        env: Mapping[str, str] | None = None,
     ) -> Iterator[Server]:
-        """`args`: settings beside the shipped ones; `env`: variables beside this process's own."""
+        """On `serve_config.yaml` with ports of its own and whatever else `change` does to it.
+
+        `env`: variables beside this process's own.
+        """
         port, *others = free_ports(1 + len(SERVE_PORTS))
         # A port's number and the hundred after it, for the replicas of the ingress.
         own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
@@ -58,7 +64,8 @@ class Server:
             "body_idle_timeout_s": IDLE_S,
             "enable_mm_embeds": True,
             "enable_prompt_embeds": True,
-        } | (args or {})
+        }
+        change(config)
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -75,7 +82,7 @@ class Server:
             },
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # and no session of its own: where Linux groups those, each has half of the CPUs
         )
         try:
             url = f"http://127.0.0.1:{port}"

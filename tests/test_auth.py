@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -222,8 +223,11 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("locked")
     keys = folder / "keys.txt"
     keys.write_text(f"{FIRST}\n")
-    args = {"api_keys_file": str(keys), "cors_allow_origins": [ORIGIN]}
-    with Server.start(folder, args, {ENVIRONMENT: FROM_ENVIRONMENT}) as running:
+
+    def change(config: dict[str, Any]) -> None:
+        config["applications"][0]["args"] |= {"api_keys_file": str(keys), "cors_allow_origins": [ORIGIN]}
+
+    with Server.start(folder, change, {ENVIRONMENT: FROM_ENVIRONMENT}) as running:
         yield running
 
 

@@ -73,7 +73,7 @@ VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16,
 
 
 @cache
-def qwen_vl() -> str:
+def qwen_vl(patch_size: int = 8, max_pixels: int = 64 * 64, context: int = 512) -> str:
     """Folder of a random Qwen2.5-VL that never ends an answer. `<think>` is added, but not special."""
     import torch
     from transformers import (
@@ -84,12 +84,14 @@ def qwen_vl() -> str:
         Qwen2VLVideoProcessor,
     )
 
-    folder = Path(_SCRATCH.name) / "qwen-vl"
+    folder = Path(_SCRATCH.name) / f"qwen-vl-{max_pixels}"
     tokenizer = _vl_tokenizer()
+    sizes = VL_SIZES | {"patch_size": patch_size}
+    sizes["size"] = {"shortest_edge": 4 * patch_size**2, "longest_edge": max_pixels}
     Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(**VL_SIZES),
+        Qwen2VLImageProcessor(**sizes),
         tokenizer,
-        Qwen2VLVideoProcessor(**VL_SIZES, cap_pixels_per_frame=False, fps=2),
+        Qwen2VLVideoProcessor(**sizes, cap_pixels_per_frame=False, fps=2),
         chat_template=QWEN_VL_TEMPLATE,
     ).save_pretrained(folder)
 
@@ -102,7 +104,7 @@ def qwen_vl() -> str:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": context,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
             "bos_token_id": None,
             "eos_token_id": None,
@@ -113,9 +115,9 @@ def qwen_vl() -> str:
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_heads": 2,
-            "patch_size": 8,
+            "patch_size": patch_size,
             "out_hidden_size": 64,
-            "window_size": 32,
+            "window_size": 4 * patch_size,
             "fullatt_block_indexes": [1],
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
