@@ -51,6 +51,8 @@ PILLOW_MAX_PIXELS = 178_956_970  # above, Pillow refuses by itself
 # Bytes of a pixel that count as decoded. Pillow holds 4, and what is made of them for the model takes 3 more;
 # the formats named here hold copies of their own while they decode (a JPEG's coefficients, a TIFF's strip, a
 # WebP's two canvases). So counted, the peak stays below twice the limit: scripts/bench_bombs.py measures it.
+# One thing no header tells: libavif scales a picture to the size that its container claims, and decodes up to
+# 16384x16384 pixels for that, at most 6 bytes each. This is below twice the default, whatever the file says.
 _BYTES_PER_PIXEL = {"JPEG": 7, "MPO": 7, "TIFF": 7, "WEBP": 9, "ICO": 9, "AVIF": 11, "HEIF": 11}
 _BYTES_PER_PIXEL_ELSE = 4
 _DECODER_LINES = 2  # count too: of a picture one pixel high they are most of what is held
