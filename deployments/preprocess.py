@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.checkpoint import load_processor, placeholders_of
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageTimeout, UnsupportedMedia
 from deployments.logs import log_refusals_in_one_line
-from deployments.multimodal.pixel_layout import without_relayout
+from deployments.multimodal.pixel_layout import channels_first, without_relayout
 from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
@@ -202,12 +202,12 @@ def _video(processor: Any, media: Media, arrays: Arrays) -> dict[str, Any]:
     kwargs = {
         "do_sample_frames": False,  # the frames have been chosen when the clip was decoded
         "video_metadata": [metadata],
-        "input_data_format": "channels_last",
+        "input_data_format": "channels_first",
     }
     if "video_second_per_grid" in processor.model_input_names:
         # Omni processors take the rate from here instead of the metadata.
         kwargs["fps"] = len(metadata["frames_indices"]) / metadata["total_num_frames"] * metadata["fps"]
-    return {"videos": [arrays["frames"]], "videos_kwargs": kwargs}
+    return {"videos": [channels_first(arrays["frames"])], "videos_kwargs": kwargs}
 
 
 _AS_ARGUMENTS: dict[Modality, Callable[[Any, Media, Arrays], dict[str, Any]]] = {
