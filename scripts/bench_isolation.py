@@ -9,7 +9,8 @@ tokenize  a prompt of 300 words through `Tokenizer`, while 4 images are in prepr
           process, with one thread pool for all and with a pool for each
 http      time to the first token of a text, while 8 requests with a 12 MP JPEG are in flight, the longest
           wait for /health, image requests a second, and the CPU time that one costs, by process
-replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop
+replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop;
+          one request with 20 images, and another's single image beside it
 latency   a request with one image, against one process that does the same work in a row, in alternation
 
 What else the machine did meanwhile is printed beside each figure, in cores: on a busy one figures say little.
@@ -61,7 +62,8 @@ MAX_PIXELS = 200704
 SIZES = {"512²": (512, 512), "1024²": (1024, 1024), "2048²": (2048, 2048), "12 MP": (4000, 3000)}
 PREPROCESSING = 4  # images in flight
 REQUESTS = 8
-SECONDS = 8.0  # of each measurement
+MANY = 20
+SECONDS = 5.0  # of each measurement
 PAUSE_S = 0.02  # between texts
 WARM_UP_S = 2.0
 LATENCY_N = 25
@@ -340,19 +342,23 @@ def under_load(server: Server, model: str) -> None:
 
 
 class Photo:
-    """Bodies of requests with one JPEG, each with a comment of its own in the file."""
+    """Bodies of requests with JPEGs, each with a comment of its own in the file."""
 
-    def __init__(self, width: int, height: int, **fields: object) -> None:
+    def __init__(self, width: int, height: int, count: int = 1) -> None:
         data = jpeg(width, height)
-        content = [{"type": "image_url", "image_url": {"url": "@"}}, {"type": "text", "text": "what is it?"}]
-        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
-        self._before, self._after = json.dumps(fields).encode().split(b"@")
-        self._before += b"data:image/jpeg;base64,"
+        part: dict[str, object] = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,@"}}
+        content = [part] * count + [{"type": "text", "text": "what is it?"}]
+        request = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        self._between = json.dumps(request).encode().split(b"@")
         self._rest = base64.b64encode(data[2:])
 
     def body(self) -> bytes:
-        comment = b"\xff\xd8\xff\xfe\x00\x0b" + b"%09d" % (os.getpid() * 1000 + next(_numbers))
-        return b"".join((self._before, base64.b64encode(comment), self._rest, self._after))
+        start, *between = self._between
+        return start + b"".join(self._file() + text for text in between)
+
+    def _file(self) -> bytes:
+        comment = b"\xff\xd8\xff\xfe\x00\x0b" + b"%09d" % next(_numbers)
+        return base64.b64encode(comment) + self._rest
 
 
 @contextmanager
@@ -425,9 +431,15 @@ def image_requests(server: Server, photo: Photo, in_flight: int) -> Iterator[lis
             future.result()
 
 
-def completion(own: http.client.HTTPConnection, body: bytes) -> float:
+def completion(
+    own: http.client.HTTPConnection,
+    body: bytes,
+    path: str = COMPLETIONS,
+    request_id: str = "",
+) -> float:
+    """Milliseconds to the whole answer."""
     start = time.perf_counter()
-    own.request("POST", COMPLETIONS, body)
+    own.request("POST", path, body, {"x-request-id": request_id} if request_id else {})
     response = own.getresponse()
     answer = response.read()
     assert response.status == 200, answer
@@ -442,18 +454,55 @@ def replicas(model: str) -> None:
     bare = json.loads(child("bare", model))
     print(f"  transformers' processor in a loop  {bare['plain']:6.2f} images/s")
     print(f"  the same by ItemProcessor          {bare['ours']:6.2f} images/s")
-    rates = []
+    rates: list[float] = []
     for count in (1, 2):
-        with running(model, count) as server, handles(server) as stage:
+        with running(model, count) as server:
             before = Cpu.now(server.mark)
-            rates.append(asyncio.run(_rate(stage("MMPreprocessor"), PREPROCESSING * count)))
+            with handles(server) as stage:
+                rates.append(asyncio.run(_rate(stage("MMPreprocessor"), PREPROCESSING * count)))
             _, others = Cpu.now(server.mark).since(before)
-        print(
-            f"  {count} replica(s)                       {rates[-1]:6.2f} images/s   "
-            f"{rates[-1] / rates[0]:4.2f} x one, {rates[-1] / bare['plain']:4.2f} x the processor, "
-            f"{rates[-1] / bare['ours']:4.2f} x ItemProcessor   (others {others:.2f} cores)",
-            flush=True,
-        )
+            print(
+                f"  {count} replica(s)                       {rates[-1]:6.2f} images/s   "
+                f"{rates[-1] / rates[0]:4.2f} x one, {rates[-1] / bare['plain']:4.2f} x the processor, "
+                f"{rates[-1] / bare['ours']:4.2f} x ItemProcessor   (others {others:.2f} cores)",
+                flush=True,
+            )
+            if count == 2:
+                twenty(server)
+
+
+def twenty(server: Server) -> None:
+    """One request with 20 images: who works on them, and what it is to another's single image."""
+    one, many = Photo(*SIZES["12 MP"]), Photo(*SIZES["12 MP"], count=MANY)
+    with connection(server) as own, connection(server) as other, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            rendering(own, one.body(), "warm")
+        alone = rendering(own, one.body(), "alone")
+        busy = pool.submit(rendering, other, many.body(), "many")
+        while not _by_replica(server, "many"):
+            time.sleep(0.02)
+        beside = rendering(own, one.body(), "beside")
+        done = sum(_by_replica(server, "many"))
+        whole = busy.result()
+    print(
+        f"  one request with {MANY} images: {whole:.0f} ms, by replica {_by_replica(server, 'many')} of them"
+    )
+    print(
+        f"  another's single image: {alone:.0f} ms alone, {beside:.0f} ms beside it"
+        f" (when it was answered, {done} of the {MANY} were done)",
+        flush=True,
+    )
+
+
+def rendering(own: http.client.HTTPConnection, body: bytes, request_id: str) -> float:
+    return completion(own, body, f"{COMPLETIONS}/render", request_id)
+
+
+def _by_replica(server: Server, request_id: str) -> list[int]:
+    """How many items of a request each preprocessor has done."""
+    files = (server.logs / "serve").glob("replica_headrace_MMPreprocessor_*.log")
+    lines = [file.read_text().splitlines() for file in files]
+    return [sum("preprocessed" in line and request_id in line for line in each) for each in lines]
 
 
 async def _rate(preprocessor: Any, in_flight: int) -> float:
