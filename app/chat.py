@@ -72,12 +72,12 @@ def parse_chat(
     for i, message in enumerate(request.messages):
         content: str | list[dict[str, Any]]
         if isinstance(message.content, str):
-            content = _text(message.content, strings)
+            content = whole_text(message.content, strings)
         else:
             content = []
             for j, part in enumerate(message.content):
                 if isinstance(part, TextPart):
-                    content.append({"type": "text", "text": _text(part.text, strings)})
+                    content.append({"type": "text", "text": whole_text(part.text, strings)})
                 else:
                     items.append(_item(part, f"messages[{i}].content[{j}]", strings))
                     content.append({"type": str(items[-1].modality)})
@@ -104,13 +104,13 @@ def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None
             )
 
 
-def _text(text: str, strings: Mapping[str, LongString]) -> str:
+def whole_text(text: str, strings: Mapping[str, LongString], param: str = "messages") -> str:
     """A text that the intake moved out of line is text again: it will be tokenized, not decoded."""
     moved = strings.get(text)
     if moved is None:
         return text
     if len(moved) > _MAX_TEXT:  # joining it would hold up the event loop
-        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", "messages")
+        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", param)
     return moved.join().decode()
 
 

@@ -29,6 +29,8 @@ class AppConfig(BaseModel):
     served_model_name: str = ""  # what clients call it; the last part of `model` where empty
     timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
     max_body_bytes: int = Field(default=256 * 2**20, gt=0)
+    max_inflight_body_bytes: int = Field(default=2**30, gt=0)  # of all requests, in each replica of Ingress
+    body_idle_timeout_s: float = Field(default=20.0, gt=0)
     max_media_bytes: int = Field(default=512 * 2**20, gt=0)  # all items of a request, as sent or fetched
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
@@ -54,7 +56,9 @@ class AppConfig(BaseModel):
         return {**data, **stages}
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _is_meant(self) -> Self:
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ValueError("max_inflight_body_bytes must hold at least one body of max_body_bytes")
         self.served_model_name = self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
         return self
 
@@ -64,6 +68,8 @@ class AppConfig(BaseModel):
             self.served_model_name,
             self.timeout_s,
             self.max_body_bytes,
+            self.max_inflight_body_bytes,
+            self.body_idle_timeout_s,
             self.max_media_bytes,
             self.media_io_kwargs,
             self.limit_mm_per_prompt,

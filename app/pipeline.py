@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from typing import Any, cast
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from deployments.errors import InvalidMedia, MediaTooLarge, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
-from deployments.payload import pack
 from deployments.types import (
     Delta,
     InputSpec,
@@ -27,6 +23,7 @@ from deployments.types import (
     Payload,
     Prompt,
     SamplingParams,
+    Text,
     TokenizerSpec,
 )
 
@@ -143,6 +140,25 @@ class Pipeline:
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )
 
+    async def encode_text(self, text: str, add_special_tokens: bool, deadline: Deadline) -> list[int]:
+        num_bytes = len(text.encode())
+        self._check_text(num_bytes, "prompt")
+        encode = self._stages.tokenizer.options(_by_reference=num_bytes > _GRPC_BYTES // 8).encode_text
+        prompt, _ = await once_more(
+            lambda: call(encode, text, add_special_tokens, stage="Tokenizer", deadline=deadline),
+            on=ReplicaDied,
+        )
+        token_ids: list[int] = prompt.token_ids
+        return token_ids
+
+    async def decode(self, token_ids: list[int], deadline: Deadline) -> Text:
+        by_reference = len(token_ids) > _GRPC_BYTES // 32  # an id may be a long text
+        decode = self._stages.tokenizer.options(_by_reference=by_reference).decode
+        text, _ = await once_more(
+            lambda: call(decode, token_ids, stage="Tokenizer", deadline=deadline), on=ReplicaDied
+        )
+        return cast(Text, text)
+
     async def _encode(self, parsed: ParsedChat, deadline: Deadline) -> Any:
         by_reference = parsed.num_text_bytes > _GRPC_BYTES // 8  # the answer has up to an id for each byte
         encode = self._stages.tokenizer.options(_by_reference=by_reference).encode
@@ -161,8 +177,9 @@ class Pipeline:
             if item.kind == "url":
                 budget.spend(media.num_bytes, item.param)
             features, process = await self._process(media, deadline)
-            media = replace(media, payload=Payload(0))  # lets go of what the model does not need
-            return PreparedItem(item, media, features, {"load": load, "preprocess": process})
+            # What the model does not need is let go of.
+            kept = replace(item, data=b""), replace(media, payload=Payload(0)), features
+            return PreparedItem(*kept, {"load": load, "preprocess": process})
 
         try:
             return await once_more(load_and_process, on=InputLost)
@@ -197,7 +214,7 @@ class Pipeline:
                     f"{item.param}: this model takes no {item.modality}; it takes {takes}.", item.param
                 )
 
-    def _check_text(self, num_bytes: int) -> None:
+    def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
         limit = self.limits.max_model_len
         most = limit * self._stages.text.max_token_length
@@ -205,7 +222,7 @@ class Pipeline:
             raise PromptTooLong(
                 f"The text has {num_bytes} bytes; the model's context of {limit} tokens holds at most {most}."
                 " Send less.",
-                "messages",
+                param,
             )
 
     def _check_length(self, num_tokens: int, items: list[PreparedItem]) -> None:
@@ -223,7 +240,9 @@ class Pipeline:
 async def _source(item: Item) -> MediaSource:
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url)
-    data = item.data
-    encoded = await asyncio.to_thread(data.join) if isinstance(data, LongString) else data
-    payload = await pack({"data": np.frombuffer(encoded, np.uint8)})
-    return MediaSource(item.modality, "data", header=item.header, payload=payload)
+    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+
+
+async def _payloads(data: bytes | LongString) -> list[Payload]:
+    long = data if isinstance(data, LongString) else LongString((data,))
+    return await long.pack()

@@ -7,7 +7,7 @@ an error that names the field. Nothing here knows Ray or the stages.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -36,6 +36,9 @@ class _Wire(BaseModel):
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
         return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+W = TypeVar("W", bound=_Wire)
 
 
 class TextPart(_Wire):
@@ -253,6 +256,20 @@ class ChatRequest(_Wire):
         return min(limits, default=None)
 
 
+class TokenizeRequest(_Wire):
+    """A bare text; a conversation is a ChatRequest."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Wire):
+    tokens: list[int]
+    model: str | None = None
+
+
 class _NotOffered(ValueError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message, field)
@@ -262,8 +279,13 @@ class _NotOffered(ValueError):
 def parse_chat_request(document: Any) -> ChatRequest:
     """Raises InvalidRequest naming the first wrong field: `messages[0].content[2].image_url.url`."""
     _check_size(document)
+    return parse_as(ChatRequest, document)
+
+
+def parse_as(model: type[W], document: Any) -> W:
+    """Raises InvalidRequest naming the first wrong field."""
     try:
-        return ChatRequest.model_validate(document)
+        return model.model_validate(document)
     except ValidationError as error:
         raise _first_error(error) from None
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.errors import StageTimeout
 from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal.embeds import load_embeds
-from deployments.payload import pack, unpack
+from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
 from deployments.types import Embedding, EmbeddingSource
 
@@ -37,19 +37,20 @@ class EmbeddingLoader:
         A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
         """
         stopped = threading.Event()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._load(source, stopped)
-        except TimeoutError:
-            raise StageTimeout("The embedding was not loaded in time.") from None
-        finally:
-            stopped.set()
+        with let_go_on_error(source.payloads):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load(source, stopped)
+            except TimeoutError:
+                raise StageTimeout("The embedding was not loaded in time.") from None
+            finally:
+                stopped.set()
 
     async def ready(self) -> None:
         """Returns when the stage can serve."""
 
     async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> Embedding:
-        encoded = (await unpack(source.payload))["data"]
+        encoded = await unpack_pieces(source.payloads)
         embeds, service_ms = await self._pool.run(
             load_embeds, encoded, max_bytes=self._max_bytes, hidden_size=source.hidden_size, stopped=stopped
         )
@@ -61,6 +62,6 @@ class EmbeddingLoader:
             hidden_size,
             embeds.dtype,
             await pack({"embeds": embeds.values}),
-            len(encoded),
+            sum(piece.size for piece in encoded),
             service_ms,
         )

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,7 +14,10 @@ from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
 from deployments.logs import log_refusals_in_one_line
 from deployments.pool import WorkPool
-from deployments.types import Chat, Modality, Prompt, TokenizerSpec
+from deployments.types import Chat, Modality, Prompt, Text, TokenizerSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TokenizerConfig(BaseModel):
@@ -43,16 +46,28 @@ class Tokenizer:
 
         Raises InvalidRequest where the template refuses the conversation, with the template's words.
         """
-        prompt, ms = await self._pool.run(self._encode, chat)
+        prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat)
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
+
+    async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """The ids of a bare text, in which the names of control tokens mean those tokens."""
+        token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
+        return Prompt(token_ids, [], service_ms=ms)
+
+    async def decode(self, token_ids: list[int]) -> Text:
+        """The text with its control tokens. Raises InvalidRequest for an id that is no token."""
+        (text, tokens), ms = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
+        return Text(text, tokens, service_ms=ms)
 
     async def describe(self) -> TokenizerSpec:
         return self._spec
 
-    def _encode(self, chat: Chat) -> Prompt:
+    def _borrow(
+        self, method: Callable[Concatenate[ChatEncoder, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         encoder = self._idle.get()
         try:
-            return encoder.encode(chat)
+            return method(encoder, *args, **kwargs)
         finally:
             self._idle.put(encoder)
 
@@ -86,6 +101,21 @@ class ChatEncoder:
     def encode(self, chat: Chat) -> Prompt:
         token_ids = self._token_ids(chat)
         return Prompt(token_ids, self._placeholders(chat, token_ids))
+
+    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    def decode(self, token_ids: list[int]) -> tuple[str, list[str]]:
+        """The text, and each token as the vocabulary has it."""
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < len(self._tokenizer):
+                raise InvalidRequest(
+                    f"tokens[{index}] is {token_id}; the vocabulary has {len(self._tokenizer)} tokens.",
+                    f"tokens[{index}]",
+                )
+        text = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text, self._tokenizer.convert_ids_to_tokens(token_ids)
 
     def _token_ids(self, chat: Chat) -> list[int]:
         from transformers.utils.chat_template_utils import encode_marked_chat

@@ -22,12 +22,17 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Payload:
     """Named arrays on their way between processes, opaque to whoever only passes them on.
 
-    Exactly one of `inline` and `ref` is set; see `deployments.payload` for packing and unpacking.
+    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
+    `deployments.payload` for packing and unpacking.
     """
 
     nbytes: int  # bytes of all arrays together
     inline: bytes | None = None  # pickled Arrays, for small ones
     ref: Any = None  # ray.ObjectRef of Arrays, for large ones
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.inline is None and self.ref is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class MediaSource:
     kind: Literal["url", "data"]
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
-    payload: Payload | None = None  # kind "data": {"data": uint8[n]}, what follows the comma, still encoded
+    payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class MediaOptions:
     max_duration: float | None = None  # s; by `fps`, a longer video gets no more frames than one so long
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
+    decode_again: bool = True  # the arrays are wanted of what was decoded before, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class EmbeddingSource:
     """One item's embedding as the client sent it."""
 
     modality: Modality | None  # None: prompt embeddings
-    payload: Payload  # {"data": uint8[n]}: base64 of a torch.save, safetensors or npy file
+    payloads: list[Payload]  # base64 of a torch.save, safetensors or npy file, in pieces
     hidden_size: int | None = None  # what the model needs; None where it does not say
 
 
@@ -136,6 +142,13 @@ class Prompt:
 
     token_ids: list[int]
     placeholders: list[tuple[Modality, int]]  # in item order: the item's modality and its index in token_ids
+    service_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    tokens: list[str] = field(default_factory=list)  # each as the vocabulary has it, where they are wanted
     service_ms: float = 0.0
 
 

@@ -333,3 +333,40 @@ async def test_load_balancers_may_ask_for_the_head_alone(api: httpx.AsyncClient)
 
 async def test_a_wrong_method_is_told_the_right_one(api: httpx.AsyncClient) -> None:
     assert (await api.get(COMPLETIONS)).headers["allow"] == "POST"
+
+
+async def test_a_text_to_tokens_and_back(api: httpx.AsyncClient) -> None:
+    text = "<|im_start|>user\nwhat is this?<|im_end|>"
+    answer = (await api.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["token_strs"][0] == "<|im_start|>"
+    assert answer["max_model_len"] == 4096
+    back = await api.post("/detokenize", json={"tokens": answer["tokens"], "model": "tiny-omni"})
+    assert back.json() == {"prompt": text}
+
+
+async def test_a_conversation_to_the_tokens_that_the_model_gets(api: httpx.AsyncClient) -> None:
+    request = chat(png(), "what is this?")
+    tokens = (await api.post("/tokenize", json=request)).json()
+    rendered = (await api.post(f"{COMPLETIONS}/render", json=request)).json()
+    assert tokens["tokens"] == rendered["prompt_token_ids"]
+    assert tokens["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "hi", "model": "gpt-7"}, 404, "model"),
+        ("/tokenize", {"prompt": "a" * 900_000}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
+    ],
+)
+async def test_what_can_not_be_tokenized_is_named(
+    api: httpx.AsyncClient, path: str, body: dict[str, object], status: int, param: str
+) -> None:
+    answer = await api.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -344,7 +344,7 @@ def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) 
             assert answer.status in (400, 422) or "cannot be resolved" in message, (url, message)
         with pytest.raises(BlockingIOError):
             listener.accept()
-        assert len(set(remote.asked)) == len(in_header)  # every redirect was there to be followed
+        assert remote.handlers.keys() <= set(remote.asked)  # each was there to be followed
 
 
 ITEM_OR_URL = ("messages[0].content[1]", "messages[0].content[1].image_url.url")

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -17,15 +16,15 @@ from pydantic import ValidationError
 from deployments import embeddings
 from deployments.embeddings import EmbeddingLoader, EmbeddingsConfig
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout
-from deployments.payload import pack, unpack
+from deployments.payload import pack_pieces, unpack, unpack_pieces
 from deployments.types import EmbeddingSource, Modality
 
 
 async def source_of(value: Any, hidden_size: int | None = None) -> EmbeddingSource:
     file = io.BytesIO()
     torch.save(value, file)
-    data = np.frombuffer(base64.b64encode(file.getvalue()), np.uint8)
-    return EmbeddingSource(Modality.IMAGE, await pack({"data": data}), hidden_size)
+    payload = await pack_pieces([base64.b64encode(file.getvalue())])
+    return EmbeddingSource(Modality.IMAGE, [payload], hidden_size)
 
 
 async def test_loads_a_verified_embedding() -> None:
@@ -36,7 +35,7 @@ async def test_loads_a_verified_embedding() -> None:
     assert torch.equal(torch.from_numpy(values.copy()).view(torch.bfloat16), tensor)
     assert (embedding.modality, embedding.num_tokens, embedding.hidden_size) == (Modality.IMAGE, 3, 4)
     assert embedding.dtype == "bfloat16"
-    assert embedding.num_bytes == len((await unpack(source.payload))["data"])
+    assert embedding.num_bytes == sum(map(len, await unpack_pieces(source.payloads)))
     assert embedding.service_ms > 0
 
 

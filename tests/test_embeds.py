@@ -7,6 +7,7 @@ import struct
 import threading
 import zipfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_text(
     if stopped:
         event.set()
     encoded = np.frombuffer(text, np.uint8)
-    return load_embeds(encoded, max_bytes=max_bytes, hidden_size=hidden_size, stopped=event)
+    return load_embeds([encoded], max_bytes=max_bytes, hidden_size=hidden_size, stopped=event)
 
 
 def torch_file(value: Any) -> bytes:
@@ -310,9 +311,18 @@ def test_what_is_not_base64_is_refused(text: bytes) -> None:
 
 
 def test_padding_between_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeds, "_SEGMENT", 4)
-    with pytest.raises(InvalidMedia, match="padding before its end"):
+    monkeypatch.setattr(embeds.base64, "_SLICE", 4)
+    with pytest.raises(InvalidMedia, match="padding at its end alone"):
         load_text(b"AA==AAAA")
+
+
+@given(st.lists(st.integers(0, 1500), max_size=6))
+def test_where_the_text_is_cut_makes_no_difference(cuts: list[int]) -> None:
+    text = np.frombuffer(base64.b64encode(torch_file(TENSOR)), np.uint8)
+    borders = [0, *sorted(min(cut, text.size) for cut in cuts), text.size]
+    pieces = [text[start:stop] for start, stop in pairwise(borders)]
+    result = load_embeds(pieces, max_bytes=2**20, hidden_size=4, stopped=threading.Event())
+    assert torch.equal(as_torch(result), TENSOR)
 
 
 def test_the_size_is_checked_before_anything_is_decoded() -> None:

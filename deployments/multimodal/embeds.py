@@ -15,21 +15,21 @@ import re
 import struct
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
-import pybase64
 from blake3 import blake3
 
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout
+from deployments.multimodal import base64
+from deployments.multimodal.base64 import Piece
 
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}  # numpy has no bfloat16
 
-_SEGMENT = 4 * 256 * 1024  # base64 characters at a time: between two of them the work can be stopped
 _MAX_HEADER = 64 * 1024  # bytes of whatever describes the tensor: far more than one tensor needs
 _MAX_DIRECTORY = 128 * 1024  # bytes of a zip's directory
 
@@ -55,7 +55,7 @@ class _Declared:
 
 
 def load_embeds(
-    encoded: npt.NDArray[np.uint8], *, max_bytes: int, hidden_size: int | None, stopped: threading.Event
+    encoded: Sequence[Piece], *, max_bytes: int, hidden_size: int | None, stopped: threading.Event
 ) -> Embeds:
     """`encoded`: base64 text; `max_bytes`: of the decoded file; `hidden_size`: the model's, None if unknown.
 
@@ -67,30 +67,25 @@ def load_embeds(
     return Embeds(values, declared.dtype, _digest(declared.dtype, values))
 
 
-def _decode(encoded: npt.NDArray[np.uint8], max_bytes: int, stopped: threading.Event) -> mmap.mmap:
-    num_chars = len(encoded)
-    size = num_chars // 4 * 3 - bytes(encoded[-2:]).count(b"=")
+def _decode(encoded: Sequence[Piece], max_bytes: int, stopped: threading.Event) -> mmap.mmap:
+    num_chars = sum(piece.size for piece in encoded)
+    end = b"".join(piece[-2:].tobytes() for piece in encoded[-2:])[-2:]
+    size = num_chars // 4 * 3 - end.count(b"=")
     if size > max_bytes:
         raise MediaTooLarge(f"The embedding has {size} bytes; the limit is {max_bytes}.")
     if size <= 0 or num_chars % 4:
         raise InvalidMedia("The embedding is not valid base64: its length must be a multiple of 4.")
     data = mmap.mmap(-1, size)
-    for start in range(0, num_chars, _SEGMENT):
-        if stopped.is_set():
-            raise StageTimeout("The embedding was given up while it was decoded.")
-        data.write(_decode_segment(encoded[start : start + _SEGMENT]))
-    if data.tell() != size:
-        raise InvalidMedia("The embedding is not valid base64: there is padding before its end.")
-    return data
-
-
-def _decode_segment(segment: npt.NDArray[np.uint8]) -> bytes:
     try:
-        return pybase64.b64decode(segment.data, validate=True)
-    except ValueError:
+        for part in base64.decode(encoded):
+            if stopped.is_set():
+                raise StageTimeout("The embedding was given up while it was decoded.")
+            data.write(part)
+    except ValueError:  # of the decoder, and of a file that is too small for what came out
         raise InvalidMedia(
-            "The embedding is not valid base64, without line breaks and with padding."
+            "The embedding is not valid base64, without line breaks and with padding at its end alone."
         ) from None
+    return data
 
 
 def _reader(data: mmap.mmap) -> Callable[[mmap.mmap], _Declared]:
