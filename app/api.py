@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
 from app import __version__, gate
+from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
     ChatWriter,
@@ -29,8 +30,10 @@ from app.chat import (
 )
 from app.detokenize import TextStream
 from app.intake import Body, InFlight, LongString, parse, read_body
+from app.page import add_page
 from app.pipeline import Pipeline, Prepared
 from app.protocol import (
+    MM_EMBEDS_TYPES,
     ChatRequest,
     DetokenizeRequest,
     MediaIOKwargs,
@@ -63,6 +66,17 @@ class ApiSettings:
     max_media_bytes: int = 2**63  # of all items of a request together, as sent or fetched
     media_io_kwargs: MediaIOKwargs = field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
+    enable_mm_embeds: bool = False
+    enable_prompt_embeds: bool = False
+    page: bool = True  # at /
+    api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
+    cors_allow_origins: list[str] = field(default_factory=list)
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Types of parts that are not served -> the setting that would switch them on."""
+        off = {} if self.enable_mm_embeds else dict.fromkeys(MM_EMBEDS_TYPES, "enable_mm_embeds")
+        return off if self.enable_prompt_embeds else off | {"prompt_embeds": "enable_prompt_embeds"}
 
 
 class Json(Response):
@@ -136,8 +150,8 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         request = parse_chat_request(document)
         check_short(request, strings)
         check_model(request.model)
-        parsed = parse_chat(request, strings, settings.limit_mm_per_prompt)
-        options = media_options(request.media_io_kwargs, media_defaults)
+        parsed = parse_chat(request, strings, settings.limit_mm_per_prompt, settings.off)
+        options = media_options(request.media_io_kwargs, media_defaults, request.mm_processor_kwargs)
         options = replace(options, previews=request.previews)
         return request, await pipeline.prepare(parsed, options, deadline, settings.max_media_bytes)
 
@@ -237,6 +251,9 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def bug(http: Request, error: Exception) -> Response:
         return _error_response(_BUG)
 
+    if settings.page:
+        add_page(app)
+    protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
 
@@ -310,20 +327,20 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
         {
             "index": index,
             "param": entry.item.param,
-            "modality": entry.item.modality,
+            "modality": entry.item.modality or "prompt",
             "digest": entry.features.digest,
             "num_tokens": entry.features.num_tokens,
             "placeholder": {"offset": span.offset, "length": span.length},
-            "source": {"kind": entry.item.kind, "bytes": entry.media.num_bytes, "mime": entry.media.mime},
-            "media": entry.media.info,
+            "source": {"kind": entry.item.kind, "bytes": entry.num_bytes, "mime": entry.mime},
+            "media": entry.media.info if entry.media else {},
             "features": {
                 name: {"shape": shape, "dtype": dtype}
                 for name, (shape, dtype) in entry.features.shapes.items()
             },
-            "cached": entry.media.cached or entry.features.cached,
+            "cached": (entry.media and entry.media.cached) or entry.features.cached,
             "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
         }
-        | ({"previews": entry.media.previews} if entry.media.previews else {})
+        | ({"previews": entry.media.previews} if entry.media and entry.media.previews else {})
         for index, (entry, span) in enumerate(zip(prepared.items, prepared.spans, strict=True))
     ]
     return {

@@ -7,6 +7,7 @@ import pickle
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +51,8 @@ async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint
 
 
 @contextmanager
-def let_go_on_error(payloads: list[Payload]) -> Iterator[None]:
-    """What a failed or cancelled request had in hand is freed at once, and so are these payloads.
+def let_go_on_error(held: list[Any] | dict[str, Any]) -> Iterator[None]:
+    """What a failed or cancelled request had in hand is freed at once, and so is what is in `held`.
 
     An error keeps the frames that it came through, with all their variables. Serve keeps errors in cycles,
     so buffers and references would stay until the next full garbage collection, which can be minutes away.
@@ -59,7 +60,7 @@ def let_go_on_error(payloads: list[Payload]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        payloads.clear()
+        held.clear()
         _forget(error)
         raise
 

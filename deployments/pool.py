@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from ray.serve.context import _get_serve_request_context
@@ -21,6 +22,15 @@ T = TypeVar("T")
 def _lower_priority(niceness: int) -> None:
     # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def _timed(
+    function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[T, float]:
+    # No closure: what a closure captured stays as long as the traceback of an error.
+    start = time.perf_counter()
+    result = function(*args, **kwargs)
+    return result, (time.perf_counter() - start) * 1000
 
 
 class WorkPool:
@@ -37,13 +47,7 @@ class WorkPool:
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
         """The function's result and the milliseconds it ran, waiting for a thread not counted."""
-
-        def timed() -> tuple[T, float]:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            return result, (time.perf_counter() - start) * 1000
-
-        job = _Job(contextvars.copy_context(), timed)
+        job = _Job(contextvars.copy_context(), partial(_timed, function, args, kwargs))
         self._waiting.put(_get_serve_request_context().request_id, job)
         self._executor.submit(self._run_next)
         result: tuple[T, float] = await asyncio.wrap_future(job.future)

@@ -168,7 +168,7 @@ def _in_process(handle: Any) -> Any:
         return asyncio.create_task(load(source))
 
     async def load(source: EmbeddingSource) -> None:
-        pieces = await unpack_pieces(source.payloads)
+        pieces = await unpack_pieces(source.sent[source.name])
         shape = await asyncio.to_thread(torch_load, b"".join(piece.data for piece in pieces))
         raise PromptTooLong(f"{shape[0]} tokens are more than the model's context.")
 

@@ -278,7 +278,7 @@ async def _inside(own: bool, model: str) -> dict[str, list[float]]:
         return await loop.run_in_executor(prompts, encoder.encode, CHAT)
 
     def process(item: Media, arrays: Arrays) -> Awaitable[object]:
-        return loop.run_in_executor(images, processor.get().process, item, arrays)
+        return loop.run_in_executor(images, processor.get().process, [(item, arrays)])
 
     await times_of(once, 1)
     times = {"idle": await times_of(once, SECONDS / 2)}
@@ -294,7 +294,7 @@ def stages_inside(model: str) -> tuple[Any, Any]:
     import torch
 
     from deployments.checkpoint import load_processor, load_prompting
-    from deployments.preprocess import ItemProcessor
+    from deployments.item_processor import ItemProcessor
     from deployments.tokenizer import ChatEncoder
 
     torch.set_num_threads(1)
@@ -526,7 +526,7 @@ def bare(model: str) -> None:
     def plain() -> object:
         return processor(images=[picture], text=["<|image_pad|>"], return_tensors="pt")
 
-    rates = {"plain": _per_second(plain), "ours": _per_second(lambda: ours.process(item, arrays))}
+    rates = {"plain": _per_second(plain), "ours": _per_second(lambda: ours.process([(item, arrays)]))}
     print(json.dumps(rates))
 
 
@@ -600,7 +600,8 @@ def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> An
     part, text = message["content"]
     data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
     pixels = image.decode(data, ImageLimits()).arrays
-    done = processor.process(Media(Modality.IMAGE, "", Payload(0), {}, 0, ""), pixels)
+    media = Media(Modality.IMAGE, "", Payload(0), {}, 0, "")
+    (done,) = processor.process([(media, pixels)])
     prompt = encoder.encode(Chat([{"role": "user", "content": [{"type": "image"}, text]}]))
     features = MMFeatures(Modality.IMAGE, "", done.num_tokens, run_lengths(done.token_ids), Payload(0), {})
     accepts = {"input_ids", "attention_mask", "mm_token_type_ids", *done.features}

@@ -319,6 +319,43 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
     assert response.json()["error"]["code"] == "request_timeout"
 
 
+async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: LocalGraph) -> None:
+    async def stalls() -> AsyncIterator[bytes]:
+        yield b'{"messages"'
+        await asyncio.Event().wait()
+
+    settings = dataclasses.replace(graph.settings, body_idle_timeout_s=0.05)
+    async with await graph.client(settings) as api:
+        response = await api.post(COMPLETIONS, content=stalls())
+    assert response.status_code == 408
+    assert response.headers["connection"] == "close"  # the rest of the body would be taken for a request
+
+
+async def test_bodies_beyond_what_may_be_in_flight_are_told_to_come_again(graph: LocalGraph) -> None:
+    is_held, may_end = asyncio.Event(), asyncio.Event()
+
+    async def held() -> AsyncIterator[bytes]:
+        yield b"{" + b" " * 700
+        is_held.set()
+        await may_end.wait()
+        yield b"}"
+
+    settings = dataclasses.replace(graph.settings, max_inflight_body_bytes=1000)
+    async with await graph.client(settings) as api:
+        first = asyncio.create_task(api.post(COMPLETIONS, content=held()))
+        await is_held.wait()
+        small, large = chat("hello", max_tokens=1), chat("x" * 300)
+        refused = await api.post(COMPLETIONS, json=large)
+        assert (await api.post(COMPLETIONS, json=small)).status_code == 200
+        may_end.set()
+        assert (await first).status_code == 400
+        assert (await api.post(COMPLETIONS, json=large)).status_code == 200
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert refused.headers["connection"] == "close"
+    assert refused.json()["error"]["code"] == "overloaded"
+
+
 async def test_text_that_can_not_fit_is_not_even_encoded(graph: LocalGraph) -> None:
     async with await graph.client(tokenizer=local(Breaks, 0, ServingError("not to be called"))) as api:
         response = await api.post(COMPLETIONS, json=chat("hello world " * 50_000))

@@ -19,7 +19,7 @@ import openai
 import pytest
 import soundfile
 from aiohttp import web
-from cluster import MediaServer, Server, chat, media, media_server, wait_until
+from cluster import IDLE_S, MediaServer, Server, chat, media, media_server, wait_until
 from PIL import Image
 from test_fetch import targets
 
@@ -262,6 +262,46 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> N
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {10**12}\r\n\r\n"
         connection.sendall(head.encode())
         assert b" 413 " in connection.recv(1000)
+
+
+def test_a_client_that_stalls_in_its_body_is_told_so(server: Server) -> None:
+    start = time.monotonic()
+    with connect(server, reused=False) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(1000)
+    assert IDLE_S <= time.monotonic() - start < IDLE_S + 5
+
+
+LARGE = 40 * 2**20  # bytes; several segments
+
+
+def large_body() -> bytes:
+    url = "data:image/png;base64," + base64.b64encode(os.urandom(LARGE)).decode()
+    return json.dumps(chat(media("image", url))).encode()
+
+
+def begin(server: Server, body: bytes, num_bytes: int) -> None:
+    """Sends that much of the body and leaves."""
+    with connect(server, reused=False) as connection:
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        )
+        connection.sendall(body[:num_bytes])
+
+
+def test_nothing_stays_of_large_bodies_that_are_refused_or_whose_client_leaves(server: Server) -> None:
+    body = large_body()
+    assert server.post(COMPLETIONS, body).status == 415  # the first time loads what it needs
+    before = {stage: server.own_bytes(stage) for stage in ("Ingress", "MediaLoader")}
+    with server.object_store() as store:
+        idle = store()
+        for _ in range(3):
+            assert server.post(COMPLETIONS, body).status == 415
+            begin(server, body, len(body) // 2)
+            begin(server, body, len(body))
+        wait_until(lambda: store() <= idle, 30, lambda: f"{store()}, {idle} before")
+    grown = {stage: server.own_bytes(stage) - size for stage, size in before.items()}
+    assert all(size < 64 * 2**20 for size in grown.values()), grown
 
 
 def test_health_follows_the_stages_and_a_dead_replica_is_replaced(

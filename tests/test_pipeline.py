@@ -57,11 +57,11 @@ class ForgetfulPreprocessor(MMPreprocessor):
         super().__init__(AppConfig().preprocess)
         self._times = times
 
-    async def process(self, media: Media, timeout_s: float) -> MMFeatures:
+    async def process(self, *args: object) -> MMFeatures:  # type: ignore[override]
         if self._times:
             self._times -= 1
             raise OwnerDiedError("00" * 28, None, "")
-        return await super().process(media, timeout_s)
+        return await super().process(*args)  # type: ignore[arg-type]
 
 
 async def prepare(graph: LocalGraph, chat: ParsedChat, max_media_bytes: int = 2**20, **replaced: object):

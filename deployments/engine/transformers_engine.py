@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineItem
+from deployments.engine.inputs import embedded, hidden_size, is_embedded
 from deployments.errors import ServingError, StageUnavailable
 from deployments.types import Delta, ModelSpec, Prompt, SamplingParams
 
@@ -44,6 +45,7 @@ class TransformersEngine:
         context = model.config.get_text_config().max_position_embeddings
         self._spec = ModelSpec(
             max_model_len=min(context, max_model_len or context),
+            hidden_size=hidden_size(model),
             default_sampling=_default_sampling(self._defaults),
             device=model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -96,6 +98,7 @@ class TransformersEngine:
             while request := self._waiting.get():
                 if not request.cancelled:
                     self._serve(request)
+                del request  # its arrays are in the object store as long as they are referred to
         finally:
             with self._lock:
                 self._stopped = True
@@ -121,9 +124,16 @@ class TransformersEngine:
     @torch.inference_mode()
     def _generate(self, request: _Request) -> None:
         started = time.perf_counter()
-        inputs = assemble(request.prompt, request.items, self._accepts, self._model.dtype)
+        has_embeds = any(is_embedded(item) for item in request.items)
+        if has_embeds:
+            inputs = embedded(self._model, request.prompt, request.items, self._accepts)
+        else:
+            inputs = assemble(request.prompt, request.items, self._accepts, self._model.dtype)
         room = self._spec.max_model_len - inputs["input_ids"].shape[1]
         config = self._generation_config(request.sampling, room)
+        # What a model makes of very large embeddings may not be finite: a GPU would fail for good at drawing
+        # from that.
+        config.remove_invalid_values = has_embeds
         # `generate` draws from torch's own generator, as nobody else in this process does.
         if request.sampling.seed is None:
             torch.seed()
