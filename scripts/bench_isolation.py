@@ -64,7 +64,7 @@ PREPROCESSING = 4  # images in flight
 REQUESTS = 8
 MANY = 20
 SECONDS = 5.0  # of each measurement
-PAUSE_S = 0.02  # between texts
+PAUSE_S = 0.03  # between texts
 WARM_UP_S = 2.0
 LATENCY_N = 25
 PROMPT = " ".join(f"word{i % 97} and" for i in range(150))
@@ -278,7 +278,7 @@ async def _inside(own: bool, model: str) -> dict[str, list[float]]:
         return await loop.run_in_executor(prompts, encoder.encode, CHAT)
 
     def process(item: Media, arrays: Arrays) -> Awaitable[object]:
-        return loop.run_in_executor(images, processor.get().process, [(item, arrays)])
+        return loop.run_in_executor(images, lambda: processor.get().process([(item, arrays)]))
 
     await times_of(once, 1)
     times = {"idle": await times_of(once, SECONDS / 2)}
