@@ -12,6 +12,8 @@ http      time to the first token of a text, while 8 requests with a 12 MP JPEG 
 replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop;
           one request with 20 images, and another's single image beside it
 latency   a request with one image, against one process that does the same work in a row, in alternation
+hops      one call of `MMPreprocessor` with the pixels in the message, and in the object store, by size: where
+          `INLINE_BYTES` of deployments/payload.py should be
 
 What else the machine did meanwhile is printed beside each figure, in cores: on a busy one figures say little.
 """
@@ -26,6 +28,7 @@ import http.client
 import itertools
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -67,6 +70,7 @@ SECONDS = 5.0  # of each measurement
 PAUSE_S = 0.03  # between texts
 WARM_UP_S = 2.0
 LATENCY_N = 25
+HOPS_N = 25
 PROMPT = " ".join(f"word{i % 97} and" for i in range(150))
 TIMEOUT_S = 60.0
 
@@ -75,19 +79,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         CHILDREN[args.child[0]](args.child[1])
         return
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(unknown)}")
     model = qwen_vl(patch_size=14, max_pixels=MAX_PIXELS, context=8192)
-    parts = args.parts or list(PARTS)
-    if ONE_REPLICA & set(parts):
+    parts = args.parts or PARTS
+    if set(parts) & ON_ONE_SERVER.keys():
         with running(model) as server:
-            for part in ONE_REPLICA_ORDER:
-                if part in parts:
-                    PARTS[part](server, model)
+            for name, part in ON_ONE_SERVER.items():
+                if name in parts:
+                    part(server, model)
     if "replicas" in parts:
         replicas(model)
 
@@ -609,6 +615,45 @@ def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> An
     return model.generate(**inputs, max_new_tokens=1, do_sample=False, pad_token_id=0)
 
 
+# In the message or in the object store
+
+
+def hops(server: Server, model: str) -> None:
+    print(f"\nOne call of MMPreprocessor (median of {HOPS_N}): pixels in the message, or put into the store")
+    with handles(server) as stage:
+        asyncio.run(_hops(stage("MMPreprocessor")))
+
+
+async def _hops(preprocessor: Any) -> None:
+    for side in (64, 128, 192, 256, 384, 512, 768, 1024):
+        item = await photo(side, side)
+        arrays = {name: np.array(array) for name, array in (await unpack(item.payload)).items()}
+        in_message, in_store = [], []
+        for _ in range(HOPS_N):
+            in_message.append(await timed(preprocessor, item, partial(_inline, arrays)))
+            in_store.append(await timed(preprocessor, item, partial(_stored, arrays)))
+        first, second = statistics.median(in_message), statistics.median(in_store)
+        kib = arrays["pixels"].nbytes // 1024
+        print(
+            f"  {side:4} px {kib:5} KiB   {first:6.2f} ms   {second:6.2f} ms   {first - second:+6.2f} ms",
+            flush=True,
+        )
+
+
+async def timed(preprocessor: Any, item: Media, packed: Callable[[], Awaitable[Payload]]) -> float:
+    start = time.perf_counter()
+    await preprocess(preprocessor, replace(item, payload=await packed()))
+    return (time.perf_counter() - start) * 1000
+
+
+async def _inline(arrays: Arrays) -> Payload:
+    return Payload(0, inline=pickle.dumps(arrays, protocol=5))
+
+
+async def _stored(arrays: Arrays) -> Payload:
+    return Payload(0, ref=await asyncio.to_thread(ray.put, arrays))
+
+
 def child(name: str, argument: str) -> str:
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, argument]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -616,9 +661,13 @@ def child(name: str, argument: str) -> str:
 
 
 CHILDREN: dict[str, Callable[[str], None]] = {"inside": inside, "bare": bare, "row": in_a_row}
-ONE_REPLICA_ORDER = ("tokenize", "http", "latency")
-ONE_REPLICA = set(ONE_REPLICA_ORDER)
-PARTS: dict[str, Any] = {"tokenize": tokenize, "http": under_load, "latency": latency, "replicas": replicas}
+ON_ONE_SERVER: dict[str, Callable[[Server, str], None]] = {
+    "tokenize": tokenize,
+    "http": under_load,
+    "latency": latency,
+    "hops": hops,
+}
+PARTS = (*ON_ONE_SERVER, "replicas")
 
 
 if __name__ == "__main__":
