@@ -224,11 +224,11 @@ class Pipeline:
     async def _prepare_group(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
         """One item, or several that are preprocessed in one call; see `InputSpec.together`."""
         try:
-            if items[0].kind == "embeds":
-                return [await self._load_embeddings(item, terms.deadline) for item in items]
-            if items[0].kind == "name":
-                return [await self._recall(item, terms) for item in items]
             async with terms.at_once:
+                if items[0].kind == "embeds":
+                    return [await self._load_embeddings(item, terms.deadline) for item in items]
+                if items[0].kind == "name":
+                    return [await self._recall(item, terms) for item in items]
                 sources = [await _source(item) for item in items]
                 items = [replace(item, data=b"") for item in items]  # they live as long as the answer
                 attempt = partial(self._load_and_process, items, sources, terms)
