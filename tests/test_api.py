@@ -407,3 +407,9 @@ async def test_what_can_not_be_tokenized_is_named(
 ) -> None:
     answer = await api.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(("page", "status"), [(True, 200), (False, 404)])
+async def test_the_page_can_be_switched_off(graph: LocalGraph, page: bool, status: int) -> None:
+    async with await graph.client(dataclasses.replace(graph.settings, page=page)) as client:
+        assert (await client.get("/")).status_code == status
