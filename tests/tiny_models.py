@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import pickle
 import tempfile
@@ -195,7 +196,8 @@ def _media(
     for array in arrays.values():
         array.flags.writeable = False  # as they come from the object store
     payload = Payload(0, inline=pickle.dumps(arrays, protocol=5))
-    return Media(modality, f"{modality}", payload, {}, 0, "", video_metadata=metadata), arrays
+    digest = hashlib.sha256(payload.inline or b"").hexdigest()
+    return Media(modality, digest, payload, {}, 0, "", video_metadata=metadata), arrays
 
 
 def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:

@@ -1,0 +1,249 @@
+"""The model under the batched engine: one seam to every family, and a paged cache under its attention.
+
+The seam is what a family's own `forward` hands to its language model: embeddings. So an item is encoded by
+running that `forward` on the item alone with the language model left out, and a step runs the language model
+alone. Positions are those that the family's own `generate` would count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from deployments.engine.assemble import assemble
+from deployments.engine.base import EngineItem
+from deployments.engine.blocks import BLANK, BLOCK, SINK
+from deployments.engine.scheduler import Chunk, MediaSpan
+from deployments.errors import ServingError
+from deployments.multimodal.placeholders import expand
+from deployments.types import Prompt
+
+# Families of which tests/test_batched_engine.py compares the answers with `generate`. Text models are served
+# in batches by what their config says of their attention.
+BATCHED = frozenset(
+    {
+        "internvl",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "qwen2_5_omni_thinker",
+        "qwen2_5_vl",
+        "qwen2_audio",
+        "qwen2_vl",
+    }
+)
+
+
+def why_not(model: Any) -> str | None:
+    """Why the model cannot be served in batches, or None."""
+    config = model.config
+    text = config.get_text_config()
+    if text is not config and config.model_type not in BATCHED:
+        return f"{config.model_type} has not been tried"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(text, "sliding_window", None)):
+        return "its language model has layers without full attention"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is {config._attn_implementation}"
+    return None
+
+
+class Runner:
+    """Everything that touches tensors, but for sampling. For one thread."""
+
+    def __init__(self, model: Any, num_blocks: int) -> None:
+        self._model = model
+        self._decoder = model.get_decoder()
+        self._embed = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+        self._generate_accepts = frozenset(inspect.signature(model.forward).parameters)
+        self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
+        self._cache = _PagedCache(model, num_blocks)
+        self._eager = model.config._attn_implementation == "eager"
+
+    def read(
+        self, prompt: Prompt, items: Sequence[EngineItem]
+    ) -> tuple[list[int], list[MediaSpan], npt.NDArray[np.int64], int]:
+        """Token ids, media, positions [rows, tokens], and how far positions in the answer are ahead of the
+        index of the token. Raises ServingError.
+        """
+        token_ids, spans = expand(prompt, [item.features for item in items])
+        media = [
+            MediaSpan(item, _key(item), span.offset) for item, span in zip(items, spans, strict=True)
+        ]
+        small = [replace(item, arrays={n: a for n, a in item.arrays.items() if _is_small(a)}) for item in items]
+        inputs = assemble(prompt, small, self._generate_accepts, self._model.dtype)
+        positions = self._model._prepare_position_ids_for_generation(inputs["input_ids"], inputs)
+        if positions.ndim == 2:
+            return token_ids, media, positions.numpy(), 0
+        delta = int(self._model.base_model.rope_deltas)
+        # Of four rows the first counts tokens, for packed sequences.
+        return token_ids, media, positions[-3:, 0].numpy(), delta
+
+    def encode(self, item: EngineItem) -> torch.Tensor:
+        """What stands in for the item's tokens in the prompt, [length, hidden]."""
+        features = item.features
+        prompt = Prompt([0], [(features.modality, 0)])
+        ready = item.arrays.get("embeds")
+        if ready is not None:
+            token_ids = np.array(expand(prompt, [features])[0])
+            filled = token_ids == np.bincount(token_ids).argmax()  # the others are around the item
+            token_ids[filled] = 0  # its id need not be in the vocabulary
+            embeds: torch.Tensor = self._embed(_on(self._model.device, token_ids))
+            tensor = torch.from_numpy(np.array(ready))
+            tensor = tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+            embeds[_on(self._model.device, filled)] = tensor.to(embeds)
+        else:
+            inputs = assemble(prompt, [item], self._accepts, self._model.dtype)
+            inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+            on_device = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
+            with self._without_decoder():
+                embeds = self._model.base_model(**on_device)[0][0]
+        if not embeds.isfinite().all():
+            raise ServingError(f"The model makes no numbers of this {features.modality}.")
+        return embeds
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits after the last token of each chunk, [len(chunks), vocabulary]; the cache is written."""
+        rows, length = len(chunks), max(chunk.num_tokens for chunk in chunks)
+        ids = np.zeros((rows, length), np.int64)
+        position_rows = len(chunks[0].sequence.positions)
+        positions = np.zeros((position_rows, rows, length), np.int64)
+        index = np.zeros((rows, length), np.int64)  # of each token in its sequence
+        written = np.full((rows, length), SINK * BLOCK, np.int64)  # its place in the cache
+        table = np.full((rows, -(-max(chunk.end for chunk in chunks) // BLOCK)), BLANK, np.int64)
+        for row, chunk in enumerate(chunks):
+            sequence, start, end, n = chunk.sequence, chunk.start, chunk.end, chunk.num_tokens
+            ids[row, :n] = sequence.token_ids[start:end]
+            index[row, :n] = steps = np.arange(start, end)
+            positions[:, row, :n] = steps + sequence.delta
+            if start < sequence.num_prompt:
+                known = sequence.positions[:, start:end]
+                positions[:, row, : known.shape[1]] = known
+            blocks = sequence.blocks[: -(-end // BLOCK)]
+            table[row, : len(blocks)] = blocks
+            written[row, :n] = table[row, steps // BLOCK] * BLOCK + steps % BLOCK
+            for span in chunk.spans:  # their ids need not be in the vocabulary
+                ids[row, max(span.offset - start, 0) : span.end - start] = 0
+
+        device = self._model.device
+        embeds = self._embed(_on(device, ids))
+        for row, chunk in enumerate(chunks):
+            for span in chunk.spans:
+                assert span.embeds is not None
+                begin, end = max(span.offset, chunk.start), min(span.end, chunk.end)
+                embeds[row, begin - chunk.start : end - chunk.start] = span.embeds[
+                    begin - span.offset : end - span.offset
+                ]
+        self._cache.aim(_on(device, written), _on(device, table))
+        mask = torch.arange(table.shape[1] * BLOCK, device=device) <= _on(device, index)[:, None, :, None]
+        if self._eager:
+            mask = torch.zeros_like(mask, dtype=embeds.dtype).masked_fill(~mask, torch.finfo(embeds.dtype).min)
+        hidden = self._decoder(
+            inputs_embeds=embeds,
+            attention_mask=mask,
+            position_ids=_on(device, positions if position_rows > 1 else positions[0]),
+            cache=self._cache,
+            use_cache=True,
+        )[0]
+        last = [chunk.num_tokens - 1 for chunk in chunks]
+        logits: torch.Tensor = self._head(hidden[range(rows), last])
+        return logits
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeros where there may be no numbers: even masked, they would spread."""
+        self._cache.clear([SINK, *blocks])
+
+    @contextmanager
+    def _without_decoder(self) -> Iterator[None]:
+        def forward(inputs_embeds: torch.Tensor, **others: Any) -> BaseModelOutputWithPast:
+            return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+        self._decoder.forward = forward
+        try:
+            yield
+        finally:
+            del self._decoder.forward
+
+
+class _PagedCache(Cache):  # type: ignore[misc]
+    """Blocks of keys and values for all sequences; `aim` says which tokens the next forward is about."""
+
+    def __init__(self, model: Any, num_blocks: int) -> None:
+        super().__init__(layers=[])
+        text = model.config.get_text_config()
+        shape = (text.num_hidden_layers, 2, num_blocks, BLOCK, *kv_shape(model))
+        self._blocks = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self._flat = self._blocks.flatten(2, 3)
+        self._written = self._table = torch.empty(0)
+
+    def aim(self, written: torch.Tensor, table: torch.Tensor) -> None:
+        """`written`: int64[rows, tokens], a place for each new token; `table`: int64[rows, blocks] to read."""
+        self._rows = len(table)
+        self._written, self._table = written.flatten(), table.flatten()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (
+            self._through(layer_idx, which, states) for which, states in enumerate((key_states, value_states))
+        )
+        return keys, values
+
+    def _through(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
+        """`states` [rows, heads, tokens, size] go into the cache; all that the rows may look at comes out."""
+        self._flat[layer, which].index_copy_(0, self._written, states.transpose(1, 2).flatten(0, 1))
+        read = self._blocks[layer, which].index_select(0, self._table)
+        return read.view(self._rows, -1, *read.shape[2:]).transpose(1, 2)
+
+    def clear(self, blocks: list[int]) -> None:
+        self._blocks[:, :, blocks] = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # masks and positions are given
+
+
+def kv_shape(model: Any) -> tuple[int, int]:
+    """Heads and size of the keys (and values) of one token in one layer."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    return (
+        getattr(text, "num_key_value_heads", None) or heads,
+        getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+
+
+def bytes_per_token(model: Any) -> int:
+    heads, size = kv_shape(model)
+    layers: int = model.config.get_text_config().num_hidden_layers
+    return 2 * layers * heads * size * int(model.dtype.itemsize)
+
+
+def _key(item: EngineItem) -> bytes:
+    """Equal only for items that the model takes for the same: embeddings as sent say nothing of the grid."""
+    key = blake2b(f"{item.features.modality} {item.features.digest} ".encode(), digest_size=16)
+    for name, array in sorted(item.arrays.items()):
+        key.update(f"{name} {array.shape} {array.dtype} ".encode())
+        if _is_small(array):
+            key.update(np.ascontiguousarray(array).tobytes())
+    return key.digest()
+
+
+def _is_small(array: npt.NDArray[Any]) -> bool:
+    """What positions depend on: sizes, lengths and seconds, but not pixels."""
+    return array.ndim < 2 or array.dtype in (np.int64, np.int32, np.bool_)
+
+
+def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
