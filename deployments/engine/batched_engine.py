@@ -96,17 +96,11 @@ class BatchedEngine(ThreadedEngine):
         chunks = self._scheduler.schedule()
         self._start(chunks)
         self._encode(chunks)
-        rows: list[tuple[Sequence, torch.Tensor]] = []
         for batch in _batches(chunks):
-            for chunk, logits in self._forward(batch):
-                self._scheduler.commit(chunk)
-                if chunk.is_last:
-                    rows.append((chunk.sequence, logits))
-        if rows:
-            sequences = [sequence for sequence, _ in rows]
-            logits = torch.stack([row for _, row in rows])
-            for sequence, token in zip(sequences, sample(logits, [s.sampler for s in sequences]), strict=True):
-                self._extend(sequence, token)
+            for read, logits in self._forward(batch):
+                for chunk in read:
+                    self._scheduler.commit(chunk)
+                self._sample(read, logits)
         self._stats.steps += 1
 
     def _join(self, request: Request) -> None:
@@ -159,19 +153,30 @@ class BatchedEngine(ThreadedEngine):
         span.embeds = self._runner.encode(span.item)
         self._encoded.put(span.key, span.embeds)
 
-    def _forward(self, batch: list[Chunk]) -> list[tuple[Chunk, torch.Tensor]]:
-        """Chunks with their logits. Where the batch breaks each is tried alone, and whoever breaks fails."""
+    def _forward(self, batch: list[Chunk]) -> list[tuple[list[Chunk], torch.Tensor]]:
+        """Chunks and their logits. Where the batch breaks each is tried alone, and whoever breaks fails."""
         batch = [chunk for chunk in batch if not chunk.sequence.request.cancelled]
         if not batch:
             return []
         try:
-            return list(zip(batch, self._runner.forward(batch), strict=True))
+            return [(batch, self._runner.forward(batch))]
         except Exception as error:  # noqa: BLE001  # a border, as above
             failure = as_serving_error(error)
         if len(batch) > 1:
             return [pair for chunk in batch for pair in self._forward([chunk])]
         self._fail(batch[0].sequence.request, failure)
         return []
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
+        """The next token for those whose last token so far is in their chunk."""
+        rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
+        if not rows:
+            return
+        if len(rows) < len(chunks):
+            logits = logits[rows]
+        sequences = [chunks[row].sequence for row in rows]
+        for sequence, token in zip(sequences, sample(logits, [s.sampler for s in sequences]), strict=True):
+            self._extend(sequence, token)
 
     def _extend(self, sequence: Sequence, token: Sampled) -> None:
         request = sequence.request

@@ -69,7 +69,6 @@ class Runner:
         self._generate_accepts = frozenset(inspect.signature(model.forward).parameters)
         self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
         self._cache = _PagedCache(model, num_blocks)
-        self._eager = model.config._attn_implementation == "eager"
 
     def read(
         self, prompt: Prompt, items: Sequence[EngineItem]
@@ -146,9 +145,9 @@ class Runner:
                     begin - span.offset : end - span.offset
                 ]
         self._cache.aim(_on(device, written), _on(device, table))
-        mask = torch.arange(table.shape[1] * BLOCK, device=device) <= _on(device, index)[:, None, :, None]
-        if self._eager:
-            mask = torch.zeros_like(mask, dtype=embeds.dtype).masked_fill(~mask, torch.finfo(embeds.dtype).min)
+        hides = np.arange(table.shape[1] * BLOCK) > index[:, None, :, None]
+        # Added to the scores, as every kind of attention takes it; each layer would have to convert a mask of bools.
+        mask = _on(device, hides).to(embeds.dtype) * torch.finfo(embeds.dtype).min
         hidden = self._decoder(
             inputs_embeds=embeds,
             attention_mask=mask,
@@ -157,7 +156,7 @@ class Runner:
             use_cache=True,
         )[0]
         last = [chunk.num_tokens - 1 for chunk in chunks]
-        logits: torch.Tensor = self._head(hidden[range(rows), last])
+        logits: torch.Tensor = self._head(hidden[:, 0] if length == 1 else hidden[range(rows), last])
         return logits
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -185,25 +184,27 @@ class _PagedCache(Cache):  # type: ignore[misc]
         shape = (text.num_hidden_layers, 2, num_blocks, BLOCK, *kv_shape(model))
         self._blocks = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self._flat = self._blocks.flatten(2, 3)
-        self._written = self._table = torch.empty(0)
+        self._room = self._blocks.new_empty(2, 0, *shape[3:])
 
     def aim(self, written: torch.Tensor, table: torch.Tensor) -> None:
         """`written`: int64[rows, tokens], a place for each new token; `table`: int64[rows, blocks] to read."""
         self._rows = len(table)
         self._written, self._table = written.flatten(), table.flatten()
+        # One layer after another reads into the same memory: fresh pages would cost more than the copy.
+        if self._room.shape[1] < len(self._table):
+            self._room = self._room.new_empty(2, 2 * len(self._table), *self._room.shape[2:])
+        self._read = self._room[:, : len(self._table)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            self._through(layer_idx, which, states) for which, states in enumerate((key_states, value_states))
-        )
-        return keys, values
+        return self._through(layer_idx, 0, key_states), self._through(layer_idx, 1, value_states)
 
     def _through(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
         """`states` [rows, heads, tokens, size] go into the cache; all that the rows may look at comes out."""
         self._flat[layer, which].index_copy_(0, self._written, states.transpose(1, 2).flatten(0, 1))
-        read = self._blocks[layer, which].index_select(0, self._table)
+        read = self._read[which]
+        torch.index_select(self._blocks[layer, which], 0, self._table, out=read)
         return read.view(self._rows, -1, *read.shape[2:]).transpose(1, 2)
 
     def clear(self, blocks: list[int]) -> None:

@@ -5,6 +5,7 @@ An answer's draw depends on its logits and its own random numbers only, never on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import NamedTuple
@@ -60,7 +61,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
     """One token for each row of `logits`, [len(states), vocabulary], which may be overwritten."""
     logits = logits.float()
     best, tokens = logits.max(dim=-1)
-    sound = torch.isfinite(best).tolist()
+    sound = map(math.isfinite, best.tolist())
     wanted = [row for row, state in enumerate(states) if state.sampling.top_logprobs is not None]
     logprobs = logits[wanted].log_softmax(-1) if wanted else None
 
