@@ -46,7 +46,7 @@ class Limits:
 class BatchedEngine(ThreadedEngine):
     """Greedy output is that of `model.generate` on the same inputs, whoever else is served."""
 
-    def __init__(self, model: Any, limits: Limits = Limits()) -> None:  # noqa: B008  # it is frozen
+    def __init__(self, model: Any, limits: Limits = Limits()) -> None:  # it is frozen
         context = model.config.get_text_config().max_position_embeddings
         wanted = min(context, limits.max_model_len or context)
         num_blocks = _num_blocks(model, limits, wanted)
@@ -58,9 +58,7 @@ class BatchedEngine(ThreadedEngine):
             vocab_size=model.config.get_text_config().vocab_size,
         )
         if spec.max_model_len < wanted:
-            logger.warning(
-                "the cache holds %d tokens: that is the longest context", spec.max_model_len
-            )
+            logger.warning("the cache holds %d tokens: that is the longest context", spec.max_model_len)
         super().__init__(spec, limits.max_running + limits.max_waiting)
         self._eos = eos_token_ids(model.generation_config)
         self._runner = Runner(model, num_blocks + RESERVED)
@@ -244,9 +242,7 @@ def _batches(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
     longest = 0
     for chunk in sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.end)):
         longest = max(longest, chunk.end)
-        if batch and (
-            chunk.num_tokens > 2 * batch[0].num_tokens or (len(batch) + 1) * longest > _GATHERED
-        ):
+        if batch and (chunk.num_tokens > 2 * batch[0].num_tokens or (len(batch) + 1) * longest > _GATHERED):
             yield batch
             batch, longest = [], chunk.end
         batch.append(chunk)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineItem
-from deployments.engine.blocks import BLANK, BLOCK, SINK
+from deployments.engine.blocks import BLANK, BLOCK, RESERVED, SINK
 from deployments.engine.scheduler import Chunk, MediaSpan
 from deployments.errors import ServingError
 from deployments.multimodal.placeholders import expand
@@ -55,7 +56,24 @@ def why_not(model: Any) -> str | None:
         return "its language model has layers without full attention"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"its attention is {config._attn_implementation}"
+    if not _agrees(model):
+        return "its language model by itself does not answer as the whole"
     return None
+
+
+@torch.inference_mode()
+def _agrees(model: Any) -> bool:
+    """Whether a text read in pieces gives the logits that the model's own `forward` gives."""
+    runner = Runner(model, RESERVED + 2)
+    token_ids, *_, positions, delta = runner.read(Prompt([1 + i for i in range(24)], []), [])
+    ids = torch.tensor([token_ids], device=model.device)
+    expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    text: Any = SimpleNamespace(
+        token_ids=token_ids, num_prompt=24, positions=positions, delta=delta, blocks=[2, 3], spans=[]
+    )
+    ours = [runner.forward([Chunk(text, *piece)])[0] for piece in ((0, 10), (10, 23), (23, 24))]
+    difference = (torch.stack(ours) - expected[[9, 22, 23]]).abs().max() / expected.abs().max()
+    return bool(difference < (1e-3 if model.dtype == torch.float32 else 0.1))
 
 
 class Runner:
@@ -77,10 +95,10 @@ class Runner:
         index of the token. Raises ServingError.
         """
         token_ids, spans = expand(prompt, [item.features for item in items])
-        media = [
-            MediaSpan(item, _key(item), span.offset) for item, span in zip(items, spans, strict=True)
+        media = [MediaSpan(item, _key(item), span.offset) for item, span in zip(items, spans, strict=True)]
+        small = [
+            replace(item, arrays={n: a for n, a in item.arrays.items() if _is_small(a)}) for item in items
         ]
-        small = [replace(item, arrays={n: a for n, a in item.arrays.items() if _is_small(a)}) for item in items]
         inputs = assemble(prompt, small, self._generate_accepts, self._model.dtype)
         positions = self._model._prepare_position_ids_for_generation(inputs["input_ids"], inputs)
         if positions.ndim == 2:
@@ -146,7 +164,7 @@ class Runner:
                 ]
         self._cache.aim(_on(device, written), _on(device, table))
         hides = np.arange(table.shape[1] * BLOCK) > index[:, None, :, None]
-        # Added to the scores, as every kind of attention takes it; each layer would have to convert a mask of bools.
+        # Added to the scores: each layer would have to convert a mask of bools.
         mask = _on(device, hides).to(embeds.dtype) * torch.finfo(embeds.dtype).min
         hidden = self._decoder(
             inputs_embeds=embeds,
@@ -187,7 +205,7 @@ class _PagedCache(Cache):  # type: ignore[misc]
         self._room = self._blocks.new_empty(2, 0, *shape[3:])
 
     def aim(self, written: torch.Tensor, table: torch.Tensor) -> None:
-        """`written`: int64[rows, tokens], a place for each new token; `table`: int64[rows, blocks] to read."""
+        """`written`: int64[rows, tokens], each new token's place; `table`: int64[rows, blocks] to read."""
         self._rows = len(table)
         self._written, self._table = written.flatten(), table.flatten()
         # One layer after another reads into the same memory: fresh pages would cost more than the copy.

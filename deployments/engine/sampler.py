@@ -135,7 +135,9 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
 
 def _told(logprobs: torch.Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     values, ids = (each.tolist() for each in logprobs.topk(max(max(tops), 1), dim=-1))
-    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logprobs.device)[:, None]).squeeze(-1).tolist()
+    chosen = (
+        logprobs.gather(-1, torch.tensor(token_ids, device=logprobs.device)[:, None]).squeeze(-1).tolist()
+    )
     return [
         TokenLogprob(logprob, list(zip(row_ids, row_values, strict=True))[:top])
         for logprob, row_ids, row_values, top in zip(chosen, ids, values, tops, strict=True)

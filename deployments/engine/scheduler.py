@@ -110,9 +110,7 @@ class Chunk:
         """Media with a part in it."""
         if self.start >= self.sequence.num_prompt:
             return []
-        return [
-            span for span in self.sequence.spans if span.offset < self.end and self.start < span.end
-        ]
+        return [span for span in self.sequence.spans if span.offset < self.end and self.start < span.end]
 
     @property
     def is_last(self) -> bool:
@@ -143,7 +141,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """What to compute next; empty only when there is nothing to do."""
         budget = _Budget(self.step_tokens, self.step_tokens)
-        chunks = []
+        chunks: list[Chunk] = []
         for sequence in list(self.running):
             if not self._grow(sequence):
                 return chunks  # it was the last, and is out
