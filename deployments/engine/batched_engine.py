@@ -28,7 +28,7 @@ from deployments.types import Delta, ModelSpec
 
 logger = logging.getLogger("ray.serve")
 
-_GATHERED = 2**18  # tokens of the cache that one forward may copy for its attention
+_GATHERED = 2**17  # tokens of the cache that one forward may copy for its attention
 _GPU_SHARE = 0.8  # of the memory that the weights leave, for the cache
 _CPU_BYTES = 256 * 2**20  # for the cache, or as much as one context needs
 

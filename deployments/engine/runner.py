@@ -123,7 +123,7 @@ class Runner:
         else:
             inputs = assemble(prompt, [item], self._accepts, self._model.dtype)
             inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-            on_device = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
+            on_device = {name: _moved(tensor, self._model.device) for name, tensor in inputs.items()}
             with self._without_decoder():
                 embeds = self._model.base_model(**on_device)[0][0]
         if not embeds.isfinite().all():
@@ -264,5 +264,9 @@ def _is_small(array: npt.NDArray[Any]) -> bool:
 
 
 def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
+    return _moved(torch.from_numpy(array), device)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory, so that the thread goes on while the copy is under way."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
