@@ -405,20 +405,21 @@ async def test_an_item_that_breaks_breaks_its_request_alone(how: str, words: str
 async def test_a_request_that_breaks_in_a_batch_breaks_alone(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What no prompt can do to this model: the token 7 makes it fail."""
+    """What no prompt can do to this model: one token makes it fail."""
     chosen = family("text")
     embed = chosen.model.get_input_embeddings()
-
-    def poisoned(ids: torch.Tensor) -> torch.Tensor:
-        if how == "raises" and (ids == 7).any():
-            raise RuntimeError("seven")
-        return torch.where((ids == 7)[..., None], torch.nan, embed(ids))
-
     good = [Prompt([20 + seed] * 10, []) for seed in range(6)]
     expected = [generated(chosen, prompt, []) for prompt in good]
+    poison = next(token for token in range(100, 180) if not any(token in answer for answer in expected))
+
+    def poisoned(ids: torch.Tensor) -> torch.Tensor:
+        if how == "raises" and (ids == poison).any():
+            raise RuntimeError("poison")
+        return torch.where((ids == poison)[..., None], torch.nan, embed(ids))
+
     async with gated(chosen.model) as (engine, gate):
         monkeypatch.setattr(engine._runner, "_embed", poisoned)
-        prompts = [*good[:3], Prompt([20] * 9 + [7], []), *good[3:]]
+        prompts = [*good[:3], Prompt([20] * 9 + [poison], []), *good[3:]]
         tasks = [asyncio.create_task(answer(engine, prompt)) for prompt in prompts]
         await asyncio.sleep(0)
         gate.open()

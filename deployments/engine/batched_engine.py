@@ -39,14 +39,14 @@ class Limits:
     max_running: int = 64  # answers that get a token in each step
     max_waiting: int = 256  # requests beyond that
     step_tokens: int = 512  # of prompts, and of media to encode, in a step
-    kv_cache_bytes: int | None = None  # None: what there is on a GPU, 1 GiB at most on a CPU
+    kv_cache_bytes: int | None = None  # None: most of a GPU's free memory, on a CPU _CPU_BYTES
     encoder_cache_bytes: int = 256 * 2**20
 
 
 class BatchedEngine(ThreadedEngine):
     """Greedy output is that of `model.generate` on the same inputs, whoever else is served."""
 
-    def __init__(self, model: Any, limits: Limits = Limits()) -> None:  # it is frozen
+    def __init__(self, model: Any, limits: Limits = Limits()) -> None:
         context = model.config.get_text_config().max_position_embeddings
         wanted = min(context, limits.max_model_len or context)
         num_blocks = _num_blocks(model, limits, wanted)
@@ -80,7 +80,7 @@ class BatchedEngine(ThreadedEngine):
 
     def _run(self) -> None:
         while True:
-            idle = not any(self._scheduler)
+            idle = not (self._scheduler.running or self._scheduler.waiting)
             for request in self._arrivals(wait=idle):
                 if request is None:
                     return
@@ -96,8 +96,7 @@ class BatchedEngine(ThreadedEngine):
         self._encode(chunks)
         for batch in _batches(chunks):
             for read, logits in self._forward(batch):
-                for chunk in read:
-                    self._scheduler.commit(chunk)
+                self._commit(read)
                 self._sample(read, logits)
         self._stats.steps += 1
 
@@ -164,6 +163,11 @@ class BatchedEngine(ThreadedEngine):
             return [pair for chunk in batch for pair in self._forward([chunk])]
         self._fail(batch[0].sequence.request, failure)
         return []
+
+    def _commit(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if not chunk.sequence.request.cancelled:  # or failed, for another of its answers
+                self._scheduler.commit(chunk)
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
         """The next token for those whose last token so far is in their chunk."""

@@ -96,6 +96,7 @@ class Runner:
         """
         token_ids, spans = expand(prompt, [item.features for item in items])
         media = [MediaSpan(item, _key(item), span.offset) for item, span in zip(items, spans, strict=True)]
+        media.sort(key=lambda span: span.offset)
         small = [
             replace(item, arrays={n: a for n, a in item.arrays.items() if _is_small(a)}) for item in items
         ]
@@ -132,50 +133,32 @@ class Runner:
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk, [len(chunks), vocabulary]; the cache is written."""
-        rows, length = len(chunks), max(chunk.num_tokens for chunk in chunks)
-        ids = np.zeros((rows, length), np.int64)
-        position_rows = len(chunks[0].sequence.positions)
-        positions = np.zeros((position_rows, rows, length), np.int64)
-        index = np.zeros((rows, length), np.int64)  # of each token in its sequence
-        written = np.full((rows, length), SINK * BLOCK, np.int64)  # its place in the cache
-        table = np.full((rows, -(-max(chunk.end for chunk in chunks) // BLOCK)), BLANK, np.int64)
-        for row, chunk in enumerate(chunks):
-            sequence, start, end, n = chunk.sequence, chunk.start, chunk.end, chunk.num_tokens
-            ids[row, :n] = sequence.token_ids[start:end]
-            index[row, :n] = steps = np.arange(start, end)
-            positions[:, row, :n] = steps + sequence.delta
-            if start < sequence.num_prompt:
-                known = sequence.positions[:, start:end]
-                positions[:, row, : known.shape[1]] = known
-            blocks = sequence.blocks[: -(-end // BLOCK)]
-            table[row, : len(blocks)] = blocks
-            written[row, :n] = table[row, steps // BLOCK] * BLOCK + steps % BLOCK
-            for span in chunk.spans:  # their ids need not be in the vocabulary
-                ids[row, max(span.offset - start, 0) : span.end - start] = 0
-
-        device = self._model.device
-        embeds = self._embed(_on(device, ids))
-        for row, chunk in enumerate(chunks):
-            for span in chunk.spans:
-                assert span.embeds is not None
-                begin, end = max(span.offset, chunk.start), min(span.end, chunk.end)
-                embeds[row, begin - chunk.start : end - chunk.start] = span.embeds[
-                    begin - span.offset : end - span.offset
-                ]
-        self._cache.aim(_on(device, written), _on(device, table))
-        hides = np.arange(table.shape[1] * BLOCK) > index[:, None, :, None]
+        batch, device = _Batch(chunks), self._model.device
+        embeds = self._embeddings(chunks, _on(device, batch.ids))
+        self._cache.aim(_on(device, batch.written), _on(device, batch.table))
         # Added to the scores: each layer would have to convert a mask of bools.
-        mask = _on(device, hides).to(embeds.dtype) * torch.finfo(embeds.dtype).min
-        hidden = self._decoder(
+        mask = _on(device, batch.hidden).to(embeds.dtype) * torch.finfo(embeds.dtype).min
+        positions = _on(device, batch.positions)
+        states = self._decoder(
             inputs_embeds=embeds,
             attention_mask=mask,
-            position_ids=_on(device, positions if position_rows > 1 else positions[0]),
+            position_ids=positions if len(positions) > 1 else positions[0],
             cache=self._cache,
             use_cache=True,
         )[0]
         last = [chunk.num_tokens - 1 for chunk in chunks]
-        logits: torch.Tensor = self._head(hidden[:, 0] if length == 1 else hidden[range(rows), last])
+        logits: torch.Tensor = self._head(states[range(len(chunks)), last] if any(last) else states[:, 0])
         return logits
+
+    def _embeddings(self, chunks: Sequence[Chunk], ids: torch.Tensor) -> torch.Tensor:
+        embeds: torch.Tensor = self._embed(ids)
+        for row, chunk in enumerate(chunks):
+            for span in chunk.spans:
+                assert span.embeds is not None
+                begin, end = max(span.offset, chunk.start), min(span.end, chunk.end)
+                part = span.embeds[begin - span.offset : end - span.offset]
+                embeds[row, begin - chunk.start : end - chunk.start] = part
+        return embeds
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zeros where there may be no numbers: even masked, they would spread."""
@@ -191,6 +174,34 @@ class Runner:
             yield
         finally:
             del self._decoder.forward
+
+
+class _Batch:
+    """Chunks as the arrays of one forward, one row each, padded at the end."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        rows, length = len(chunks), max(chunk.num_tokens for chunk in chunks)
+        num_blocks = -(-max(chunk.end for chunk in chunks) // BLOCK)
+        self.ids = np.zeros((rows, length), np.int64)
+        self.positions = np.zeros((len(chunks[0].sequence.positions), rows, length), np.int64)
+        self.written = np.full((rows, length), SINK * BLOCK, np.int64)  # places of the tokens in the cache
+        self.table = np.full((rows, num_blocks), BLANK, np.int64)  # blocks that hold the row's sequence
+        index = np.zeros((rows, length), np.int64)  # of each token in its sequence
+        for row, chunk in enumerate(chunks):
+            sequence, start, end, n = chunk.sequence, chunk.start, chunk.end, chunk.num_tokens
+            index[row, :n] = steps = np.arange(start, end)
+            self.ids[row, :n] = sequence.token_ids[start:end]
+            for span in chunk.spans:  # their ids need not be in the vocabulary
+                self.ids[row, max(span.offset - start, 0) : span.end - start] = 0
+            self.positions[:, row, :n] = steps + sequence.delta
+            if start < sequence.num_prompt:
+                known = sequence.positions[:, start:end]
+                self.positions[:, row, : known.shape[1]] = known
+            blocks = sequence.blocks[: -(-end // BLOCK)]
+            self.table[row, : len(blocks)] = blocks
+            self.written[row, :n] = self.table[row, steps // BLOCK] * BLOCK + steps % BLOCK
+        # Whether a token [rows, 1, tokens] must not see a place [places] of its sequence.
+        self.hidden = np.arange(num_blocks * BLOCK) > index[:, None, :, None]
 
 
 class _PagedCache(Cache):  # type: ignore[misc]

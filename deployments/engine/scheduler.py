@@ -206,7 +206,7 @@ class Scheduler:
             self.pool.share(block)
         sequence.blocks = found + [self.pool.allocate() for _ in range(missing)]
         sequence.computed = len(found) * BLOCK
-        if not sequence.has_read:
+        if not sequence.started:  # later on it may find what it computed itself
             sequence.cached_tokens = sequence.computed
         return True
 
