@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import batched_families
 import numpy as np
 import pytest
-import tiny_families
 import tiny_models
 import torch
 import transformers
-from tiny_families import Family, family
+from batched_families import Family, family
 
 from deployments.checkpoint import load_model
 from deployments.engine.base import EngineItem
@@ -31,7 +31,7 @@ torch.set_num_threads(1)  # as in the model's stage; for such small models more 
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=24)
-FAMILIES = [*tiny_families.NAMES, "omni"]
+FAMILIES = [*batched_families.NAMES, "omni"]
 
 
 class Gate:
@@ -98,7 +98,7 @@ async def answer(
 
 
 def text(seed: int, length: int = 12) -> Prompt:
-    return tiny_families.prompt(seed, [], length)
+    return batched_families.prompt(seed, [], length)
 
 
 @cache
@@ -127,7 +127,7 @@ def requests(name: str) -> list[tuple[Prompt, list[EngineItem], list[int]]]:
 def request_of(name: str, seed: int) -> tuple[Prompt, list[EngineItem]]:
     chosen = named(name)
     items = [chosen.item(3 * seed + k) for k in range(0 if name == "text" else seed % 3)]
-    return tiny_families.prompt(seed, items, 8 + 3 * seed), items
+    return batched_families.prompt(seed, items, 8 + 3 * seed), items
 
 
 @torch.inference_mode()
@@ -196,7 +196,7 @@ async def test_the_encoder_cache_is_bounded_and_spares_the_encoder() -> None:
     size = items[0].features.length * 64 * 4
     with running(chosen.model, Limits(encoder_cache_bytes=2 * size)) as engine:
         for seed, item in enumerate([items[0], items[1], items[0], items[2], items[1]]):
-            await answer(engine, tiny_families.prompt(seed, [item]), [item])
+            await answer(engine, batched_families.prompt(seed, [item]), [item])
         stats = engine.stats()
         assert (stats.encoder_hits, stats.encoder_misses) == (1, 4)
         assert stats.encoder_bytes == 2 * size
@@ -209,7 +209,7 @@ async def test_ready_embeddings_take_the_place_of_an_item() -> None:
     with torch.no_grad():
         (embeds,) = chosen.model.model.get_image_features(pixels, return_dict=True).pooler_output
     ready = replace(item, arrays={"embeds": embeds.numpy()})
-    prompt = tiny_families.prompt(1, [item])
+    prompt = batched_families.prompt(1, [item])
     with running(chosen.model) as engine:
         assert await answer(engine, prompt, [ready]) == generated(chosen, prompt, [item])
 
@@ -259,7 +259,7 @@ async def test_logprobs_are_the_models_own() -> None:
 async def test_repetition_penalty_is_that_of_generate() -> None:
     chosen = family("qwen2_vl")
     items = [chosen.item(1)]
-    prompt = tiny_families.prompt(1, items)
+    prompt = batched_families.prompt(1, items)
     expected = generated(chosen, prompt, items, repetition_penalty=1.3, max_new_tokens=80)
     assert expected != generated(chosen, prompt, items, max_new_tokens=80)
     penalized = replace(GREEDY, repetition_penalty=1.3, max_tokens=80)
@@ -391,7 +391,7 @@ async def test_an_item_that_breaks_breaks_its_request_alone(how: str, words: str
     with running(chosen.model) as engine:
         outcomes = await asyncio.gather(
             *(answer(engine, prompt, items, LONG) for prompt, items, _ in requests("llava")[:6]),
-            answer(engine, tiny_families.prompt(0, [bad]), [bad]),
+            answer(engine, batched_families.prompt(0, [bad]), [bad]),
             return_exceptions=True,
         )
         assert outcomes[:6] == [expected for *_, expected in requests("llava")[:6]]
@@ -480,7 +480,7 @@ def _tiny(cls: Any, config: Any) -> Any:
 
 
 def test_what_is_not_served_in_batches() -> None:
-    sizes = tiny_families._LLAMA
+    sizes = batched_families._LLAMA
     sliding = transformers.MistralConfig(**sizes, sliding_window=8)
     scaled = transformers.CohereConfig(**sizes, logit_scale=0.1)
     gemma = transformers.Gemma2Config(**sizes, head_dim=16)
@@ -492,7 +492,7 @@ def test_what_is_not_served_in_batches() -> None:
         assert words in (why_not(_tiny(cls, config)) or "")
     vision = {"depth": 2, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
     deep = transformers.Qwen3VLConfig(
-        text_config=sizes | tiny_families._MROPE | {"head_dim": 16}, vision_config=vision
+        text_config=sizes | batched_families._MROPE | {"head_dim": 16}, vision_config=vision
     )
     assert "has not been tried" in (why_not(_tiny(transformers.Qwen3VLForConditionalGeneration, deep)) or "")
 
