@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -15,29 +16,45 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
-from app import __version__
+from app import __version__, gate
+from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
     ChatWriter,
     Logprobs,
-    ParsedChat,
     Usage,
     check_short,
     media_options,
     parse_chat,
     sampling_params,
+    whole_text,
 )
 from app.detokenize import TextStream, logprob_entries
-from app.intake import Body, parse, read_body
+from app.intake import Body, InFlight, LongString, parse, read_body
+from app.page import add_page
 from app.pipeline import Pipeline, Prepared
-from app.protocol import ChatRequest, error_envelope, parse_chat_request
+from app.protocol import (
+    MM_EMBEDS_TYPES,
+    ChatRequest,
+    DetokenizeRequest,
+    MediaIOKwargs,
+    TokenizeRequest,
+    error_envelope,
+    parse_as,
+    parse_chat_request,
+)
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
+from deployments.payload import let_go_on_error
 from deployments.types import Delta, Modality
 
 logger = logging.getLogger("ray.serve")
 
+T = TypeVar("T")
+
 # The reason why the server can not serve, or None.
 Unready = Callable[[], str | None]
+Strings = Mapping[str, LongString]
+UseBody = Callable[[dict[str, Any], Strings], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +62,22 @@ class ApiSettings:
     model_name: str
     timeout_s: float  # a request's deadline
     max_body_bytes: int
+    max_inflight_body_bytes: int  # of all requests together whose items are not loaded yet
+    body_idle_timeout_s: float  # a client that sends nothing of its body for so long is not waited for
+    max_media_bytes: int = 2**63  # of all items of a request together, as sent or fetched
+    media_io_kwargs: MediaIOKwargs = field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
+    enable_mm_embeds: bool = False
+    enable_prompt_embeds: bool = False
+    page: bool = True  # at /
+    api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
+    cors_allow_origins: list[str] = field(default_factory=list)
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Types of parts that are not served -> the setting that would switch them on."""
+        off = {} if self.enable_mm_embeds else dict.fromkeys(MM_EMBEDS_TYPES, "enable_mm_embeds")
+        return off if self.enable_prompt_embeds else off | {"prompt_embeds": "enable_prompt_embeds"}
 
 
 class Json(Response):
@@ -58,6 +90,7 @@ class Json(Response):
 def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
     app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False)
     started = int(time.time())
+    media_defaults = media_options(settings.media_io_kwargs, pipeline.media_options)
     model_card = {
         "id": settings.model_name,
         "object": "model",
@@ -66,21 +99,67 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         "max_model_len": pipeline.limits.max_model_len,
     }
 
-    async def read_request(http: Request, deadline: Deadline) -> tuple[ChatRequest, ParsedChat]:
-        body = await _body(http, settings.max_body_bytes, deadline)
-        request = parse_chat_request(parse(body))
-        check_short(request, body.strings)
-        if request.model not in (None, settings.model_name):
-            raise ModelNotFound(
-                f"The model {request.model!r} is not served here; it is {settings.model_name!r}.", "model"
+    in_flight = InFlight(settings.max_inflight_body_bytes)
+
+    async def with_body(http: Request, deadline: Deadline, use: UseBody[T]) -> tuple[T, float]:
+        """What `use` makes of the body, which is let go of here, and the milliseconds of the intake."""
+        with in_flight.share() as hold, let_go_on_error([]):
+            return await read_and_use(http, hold, deadline, use)
+
+    async def read_and_use(
+        http: Request, hold: Callable[[int], None], deadline: Deadline, use: UseBody[T]
+    ) -> tuple[T, float]:
+        start = time.perf_counter()
+        body = await read(http, hold, deadline)
+        document = parse(body)
+        intake_ms = (time.perf_counter() - start) * 1000
+        return await use(document, body.strings), intake_ms
+
+    async def read(http: Request, hold: Callable[[int], None], deadline: Deadline) -> Body:
+        try:
+            check_length(http)
+            return await read_body(
+                _chunks(http),
+                max_bytes=settings.max_body_bytes,
+                timeout_s=deadline.left_s(),
+                idle_timeout_s=settings.body_idle_timeout_s,
+                hold=hold,
             )
-        return request, parse_chat(request, body.strings, settings.limit_mm_per_prompt)
+        except ServingError:
+            http.state.unread = True
+            raise
+
+    def check_length(http: Request) -> None:
+        """Before the first byte, where the client tells the length."""
+        length = int(http.headers.get("content-length", 0))
+        if length > settings.max_body_bytes:
+            limit = settings.max_body_bytes
+            raise RequestTooLarge(
+                f"The body has {length} bytes, the limit is {limit}. Send less, or send URLs."
+            )
+        in_flight.check(length)
+
+    def check_model(model: str | None) -> None:
+        if model not in (None, settings.model_name):
+            raise ModelNotFound(
+                f"The model {model!r} is not served here; it is {settings.model_name!r}.", "model"
+            )
+
+    async def prepare(
+        deadline: Deadline, document: dict[str, Any], strings: Strings
+    ) -> tuple[ChatRequest, Prepared]:
+        request = parse_chat_request(document)
+        check_short(request, strings)
+        check_model(request.model)
+        parsed = parse_chat(request, strings, settings.limit_mm_per_prompt, settings.off)
+        options = media_options(request.media_io_kwargs, media_defaults, request.mm_processor_kwargs)
+        options = replace(options, previews=request.previews)
+        return request, await pipeline.prepare(parsed, options, deadline, settings.max_media_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         deadline = Deadline(settings.timeout_s)
-        request, parsed = await read_request(http, deadline)
-        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
+        (request, prepared), _ = await with_body(http, deadline, partial(prepare, deadline))
         answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
         if not request.stream:
             return Json(await answer.whole())
@@ -92,9 +171,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def render(http: Request) -> Response:
         start = time.perf_counter()
         deadline = Deadline(settings.timeout_s)
-        request, parsed = await read_request(http, deadline)
-        intake_ms = (time.perf_counter() - start) * 1000
-        prepared = await pipeline.prepare(parsed, media_options(request, pipeline.media_options), deadline)
+        (_, prepared), intake_ms = await with_body(http, deadline, partial(prepare, deadline))
         total_ms = (time.perf_counter() - start) * 1000
         timings = {
             "intake": round(intake_ms, 3),
@@ -103,16 +180,50 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         }
         return Json(rendered(prepared, settings.model_name, timings))
 
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        """Of a bare text, or of a conversation as the model gets it, its media included."""
+        deadline = Deadline(settings.timeout_s)
+        (token_ids, wants_strings), _ = await with_body(http, deadline, partial(encode, deadline))
+        return Json(
+            {
+                "count": len(token_ids),
+                "max_model_len": pipeline.limits.max_model_len,
+                "tokens": token_ids,
+                "token_strs": (await pipeline.decode(token_ids, deadline)).tokens if wants_strings else None,
+            }
+        )
+
+    async def encode(
+        deadline: Deadline, document: dict[str, Any], strings: Strings
+    ) -> tuple[list[int], bool]:
+        if "messages" in document:
+            _, prepared = await prepare(deadline, document, strings)
+            return prepared.token_ids, document.get("return_token_strs") is True
+        request = parse_as(TokenizeRequest, document)
+        check_model(request.model)
+        text = whole_text(request.prompt, strings, "prompt")
+        token_ids = await pipeline.encode_text(text, request.add_special_tokens, deadline)
+        return token_ids, request.return_token_strs
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        deadline = Deadline(settings.timeout_s)
+        text, _ = await with_body(http, deadline, partial(decode, deadline))
+        return Json({"prompt": text})
+
+    async def decode(deadline: Deadline, document: dict[str, Any], strings: Strings) -> str:
+        request = parse_as(DetokenizeRequest, document)
+        check_model(request.model)
+        return (await pipeline.decode(request.tokens, deadline)).text
+
     @app.get("/v1/models")
     async def models() -> Response:
         return Json({"object": "list", "data": [model_card]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        if model != settings.model_name:
-            raise ModelNotFound(
-                f"The model {model!r} is not served here; it is {settings.model_name!r}.", "model"
-            )
+        check_model(model)
         return Json(model_card)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
@@ -126,7 +237,10 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     @app.exception_handler(ServingError)
     async def serving_error(http: Request, error: ServingError) -> Response:
-        return _error_response(error)
+        response = _error_response(error)
+        if getattr(http.state, "unread", False):
+            response.headers["Connection"] = "close"  # else the client sends the rest before it reads
+        return response
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> Response:
@@ -138,6 +252,9 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def bug(http: Request, error: Exception) -> Response:
         return _error_response(_BUG)
 
+    if settings.page:
+        add_page(app)
+    protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
 
@@ -243,20 +360,20 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
         {
             "index": index,
             "param": entry.item.param,
-            "modality": entry.item.modality,
+            "modality": entry.item.modality or "prompt",
             "digest": entry.features.digest,
             "num_tokens": entry.features.num_tokens,
             "placeholder": {"offset": span.offset, "length": span.length},
-            "source": {"kind": entry.item.kind, "bytes": entry.media.num_bytes, "mime": entry.media.mime},
-            "media": entry.media.info,
+            "source": {"kind": entry.item.kind, "bytes": entry.num_bytes, "mime": entry.mime},
+            "media": entry.media.info if entry.media else {},
             "features": {
                 name: {"shape": shape, "dtype": dtype}
                 for name, (shape, dtype) in entry.features.shapes.items()
             },
-            "cached": entry.media.cached or entry.features.cached,
+            "cached": (entry.media and entry.media.cached) or entry.features.cached,
             "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
         }
-        | ({"previews": entry.media.previews} if entry.media.previews else {})
+        | ({"previews": entry.media.previews} if entry.media and entry.media.previews else {})
         for index, (entry, span) in enumerate(zip(prepared.items, prepared.spans, strict=True))
     ]
     return {
@@ -273,14 +390,10 @@ _BUG = ServingError("Internal error; the server's log says more.")
 _NO_BUFFERING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _body(http: Request, max_bytes: int, deadline: Deadline) -> Body:
-    """Raises RequestTooLarge before the first byte where the client tells the length."""
-    length = http.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise RequestTooLarge(
-            f"The body has {length} bytes, the limit is {max_bytes}. Send less, or send URLs."
-        )
-    return await read_body(http.stream(), max_bytes=max_bytes, timeout_s=deadline.left_s())
+async def _chunks(http: Request) -> AsyncIterator[bytes]:
+    async for chunk in http.stream():
+        gate.taken(http.scope, len(chunk))
+        yield chunk
 
 
 async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
@@ -312,6 +425,4 @@ def _error_response(error: ServingError) -> Response:
     headers = {}
     if error.status == 503:
         headers["Retry-After"] = "1"
-    if isinstance(error, RequestTooLarge):
-        headers["Connection"] = "close"  # else the client sends the rest before it reads the answer
     return Json(_envelope(error), error.status, headers)

@@ -14,12 +14,18 @@ from app.protocol import (
     AudioPart,
     ChatRequest,
     ContentPart,
+    EmbedsPart,
     ImagePart,
     InputAudioPart,
+    MediaIOKwargs,
+    Numbers,
+    ProcessorKwargs,
     TextPart,
+    VideoIO,
     VideoPart,
 )
 from deployments.errors import InvalidRequest
+from deployments.multimodal.settings import ProcessorSettings
 from deployments.types import Chat, MediaOptions, Modality, ModelSpec, SamplingParams
 
 _SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
@@ -30,29 +36,35 @@ _MAX_TEXT = 8 * 2**20  # bytes; more than the longest contexts hold
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One media item as the request names it; its place in `ParsedChat.items` is its identity."""
+    """One item as the request names it; its place in `ParsedChat.items` is its identity."""
 
     param: str  # "messages[0].content[1]"
-    modality: Modality
-    kind: Literal["url", "data"]
+    modality: Modality | None  # None: embeddings in the place of text
+    kind: Literal["url", "data", "embeds"]
     url: str = ""
     header: str = ""  # kind "data": "image/png;base64"
     data: bytes | LongString = b""  # kind "data": what follows the comma, still encoded
+    tensors: Mapping[str, bytes | LongString | Numbers] = field(default_factory=dict)  # kind "embeds": base64
+    uuid: str | None = None  # the client's name for it
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data)
+        """As sent, still encoded."""
+        tensors = (tensor for tensor in self.tensors.values() if not isinstance(tensor, list))
+        return len(self.data) + sum(map(len, tensors))
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedChat:
     chat: Chat
     items: list[Item]  # in the order in which the user wrote them, across messages and modalities
+    settings: ProcessorSettings = field(default_factory=dict)  # of the checkpoint's processor
 
     @property
     def num_text_bytes(self) -> int:
-        """UTF-8 bytes of all texts together."""
+        """UTF-8 bytes of all texts and names together."""
         contents: list[Any] = [message["content"] for message in self.chat.messages]
+        contents += [message["name"] for message in self.chat.messages if "name" in message]
         texts: list[str] = [content for content in contents if isinstance(content, str)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         texts += [part["text"] for part in parts if part["type"] == "text"]
@@ -60,29 +72,36 @@ class ParsedChat:
 
 
 def parse_chat(
-    request: ChatRequest, strings: Mapping[str, LongString], limits: Mapping[Modality, int] | None = None
+    request: ChatRequest,
+    strings: Mapping[str, LongString],
+    limits: Mapping[Modality, int] | None = None,
+    off: Mapping[str, str] | None = None,
 ) -> ParsedChat:
     """`limits`: so many items of a modality; none where a modality is not in it.
 
-    Raises InvalidRequest for one item too many, and for a part that is neither a URL nor a data: URI.
+    `off`: types of parts that are not served -> the setting that would switch them on.
+
+    Raises InvalidRequest for one item too many, for a part that is neither a URL nor a data: URI, and for one
+    that is switched off.
     """
     items: list[Item] = []
     messages = []
     for i, message in enumerate(request.messages):
         content: str | list[dict[str, Any]]
         if isinstance(message.content, str):
-            content = _text(message.content, strings)
+            content = whole_text(message.content, strings)
         else:
             content = []
             for j, part in enumerate(message.content):
                 if isinstance(part, TextPart):
-                    content.append({"type": "text", "text": _text(part.text, strings)})
+                    content.append({"type": "text", "text": whole_text(part.text, strings)})
                 else:
-                    items.append(_item(part, f"messages[{i}].content[{j}]", strings))
-                    content.append({"type": str(items[-1].modality)})
-        messages.append({"role": message.role, "content": content})
+                    items.append(_item(part, f"messages[{i}].content[{j}]", strings, off or {}))
+                    content.append({"type": str(items[-1].modality or "prompt")})
+        named = {"name": whole_text(message.name, strings)} if message.name else {}
+        messages.append({"role": message.role, "content": content, **named})
     _check_counts(items, limits or {})
-    return ParsedChat(Chat(messages), items)
+    return ParsedChat(Chat(messages), items, request.mm_processor_kwargs.of_processor())
 
 
 def check_short(request: ChatRequest, strings: Mapping[str, LongString]) -> None:
@@ -103,17 +122,44 @@ def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None
             )
 
 
-def _text(text: str, strings: Mapping[str, LongString]) -> str:
+def whole_text(text: str, strings: Mapping[str, LongString], param: str = "messages") -> str:
     """A text that the intake moved out of line is text again: it will be tokenized, not decoded."""
     moved = strings.get(text)
     if moved is None:
         return text
     if len(moved) > _MAX_TEXT:  # joining it would hold up the event loop
-        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", "messages")
+        raise InvalidRequest(f"A text has {len(moved)} bytes; the limit is {_MAX_TEXT}.", param)
     return moved.join().decode()
 
 
-def _item(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:
+def _item(part: ContentPart, param: str, strings: Mapping[str, LongString], off: Mapping[str, str]) -> Item:
+    assert not isinstance(part, TextPart)
+    if part.uuid in strings:
+        raise InvalidRequest(f"{param}: uuid is too long.", param)
+    if isinstance(part, EmbedsPart):
+        item = _embeds(part, param, strings, off)
+    else:
+        item = _media(part, param, strings)
+    return replace(item, uuid=part.uuid)
+
+
+def _embeds(part: EmbedsPart, param: str, strings: Mapping[str, LongString], off: Mapping[str, str]) -> Item:
+    kind = f"{part.modality}_embeds"
+    if kind in off:
+        raise InvalidRequest(
+            f"{param}: {kind} parts are switched off on this server (its setting {off[kind]}); send what they"
+            " were made of.",
+            param,
+        )
+    tensors = {
+        name: value if isinstance(value, list) else strings.get(value) or value.encode()
+        for name, value in part.tensors.items()
+    }
+    modality = None if part.modality == "prompt" else Modality(part.modality)
+    return Item(param, modality, "embeds", tensors=tensors)
+
+
+def _media(part: ContentPart, param: str, strings: Mapping[str, LongString]) -> Item:
     match part:
         case InputAudioPart(input_audio=audio) if _is_data_uri(audio.data, strings):
             return _from_url(audio.data, param, Modality.AUDIO, strings)  # a common mistake, and clear
@@ -157,17 +203,24 @@ def _from_url(url: str, param: str, modality: Modality, strings: Mapping[str, Lo
     return Item(param, modality, "url", url=url)
 
 
-def media_options(request: ChatRequest, defaults: MediaOptions) -> MediaOptions:
-    """`defaults`: as the model's processor wants. A request's `fps` takes the place of a default `num_frames`
-    and the other way round, so that a default never bounds what was asked for."""
-    image, video = request.media_io_kwargs.image, request.media_io_kwargs.video
-    options = replace(defaults, max_duration=video.max_duration, previews=request.previews)
+def media_options(
+    kwargs: MediaIOKwargs, defaults: MediaOptions, processor: ProcessorKwargs | None = None
+) -> MediaOptions:
+    """`defaults`: as the model's processor wants. An `fps` takes the place of a default `num_frames` and the
+    other way round, so that a default never bounds what was asked for. `processor` may say both as well."""
+    image, video = kwargs.image, kwargs.video
+    options = defaults
+    if video.max_duration is not None:
+        options = replace(options, max_duration=video.max_duration)
     if image.rgba_background_color:
         red, green, blue = image.rgba_background_color
         options = replace(options, background=(red, green, blue))
-    if video.num_frames is not None or video.fps is not None:
-        num_frames = video.num_frames if video.num_frames != -1 else None
-        options = replace(options, num_frames=num_frames, fps=video.fps if video.fps != -1 else None)
+    frames: VideoIO | ProcessorKwargs = video
+    if processor and video.num_frames is None and video.fps is None:
+        frames = processor
+    if frames.num_frames is not None or frames.fps is not None:
+        num_frames = frames.num_frames if frames.num_frames != -1 else None
+        options = replace(options, num_frames=num_frames, fps=frames.fps if frames.fps != -1 else None)
     return options
 
 

@@ -6,11 +6,13 @@ Serve itself drops unknown keys without a word, so everything here refuses them 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 from app.api import ApiSettings
+from app.auth import key_digests
+from app.protocol import MediaIOKwargs
 from deployments.embeddings import EmbeddingsConfig
 from deployments.media import MediaConfig
 from deployments.model import ModelConfig
@@ -28,9 +30,20 @@ class AppConfig(BaseModel):
     served_model_name: str = ""  # what clients call it; the last part of `model` where empty
     timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
     max_body_bytes: int = Field(default=256 * 2**20, gt=0)
+    max_inflight_body_bytes: int = Field(default=2**30, gt=0)  # of all requests, in each replica of Ingress
+    body_idle_timeout_s: float = Field(default=20.0, gt=0)
+    max_media_bytes: int = Field(default=512 * 2**20, gt=0)  # all items of a request, as sent or fetched
+    media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # where a request says nothing else
     limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
         default_factory=lambda: dict.fromkeys(Modality, 999)
     )  # items of a request; a modality that is not named has no limit
+    enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
+    enable_prompt_embeds: bool = False
+    page: bool = True  # the page at /
+    api_keys_file: str = Field(default="", validate_default=True)  # one a line; and see app/auth.py
+    cors_allow_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = Field(
+        default_factory=list
+    )  # pages of these origins may ask; *: all
 
     media: MediaConfig = Field(default_factory=MediaConfig)
     embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
@@ -50,13 +63,33 @@ class AppConfig(BaseModel):
         stages = {stage: {**data.get(stage, {}), "model": model} for stage in _OF_MODEL}
         return {**data, **stages}
 
+    @field_validator("api_keys_file")
+    @classmethod
+    def _keys_can_be_read(cls, file: str) -> str:
+        key_digests(file)
+        return file
+
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _is_meant(self) -> Self:
+        if self.max_inflight_body_bytes < self.max_body_bytes:
+            raise ValueError("max_inflight_body_bytes must hold at least one body of max_body_bytes")
         self.served_model_name = self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
         return self
 
     @property
     def api(self) -> ApiSettings:
         return ApiSettings(
-            self.served_model_name, self.timeout_s, self.max_body_bytes, self.limit_mm_per_prompt
+            self.served_model_name,
+            self.timeout_s,
+            self.max_body_bytes,
+            self.max_inflight_body_bytes,
+            self.body_idle_timeout_s,
+            self.max_media_bytes,
+            self.media_io_kwargs,
+            self.limit_mm_per_prompt,
+            self.enable_mm_embeds,
+            self.enable_prompt_embeds,
+            self.page,
+            key_digests(self.api_keys_file),
+            self.cors_allow_origins,
         )

@@ -36,7 +36,9 @@ class Ingress:
             embeddings.ready.remote(),
         )
         self._settings = settings
-        self._pipeline = Pipeline(Stages(tokenizer, media, preprocessor, model, text, inputs, limits))
+        self._pipeline = Pipeline(
+            Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
+        )
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
         # What start-up left behind lives as long as the replica: no collection need walk it again.

@@ -4,6 +4,7 @@ A base64 image or tensor is one huge JSON string. Parsing it stops every request
 as it takes, in a thread too, since parsers keep the GIL. So the body is scanned as it arrives: a string of
 more than `threshold` bytes is cut out and becomes a `LongString`, pieces of the body as they came; what stays
 in its place is a short token. The rest is a small JSON document, parsed and validated in the usual way.
+Of a very long string the pieces leave for the object store, a segment at a time, while the rest still comes.
 
 The scanner decides only where strings begin and end, in bounded steps; it validates the content of those that
 it cuts out. Everything else is left to the parser, whose errors are told at their place in the client's body.
@@ -13,28 +14,37 @@ Of equal keys in one object the last one counts, as in Python's `json`.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import orjson
 
-from deployments.errors import InvalidRequest, RequestTimeout, RequestTooLarge
+from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
+from deployments.payload import pack_pieces
+from deployments.types import Payload
 
 LONG_STRING_BYTES = 64 * 1024
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024  # what is left without the long strings
 MAX_VALUES = 100_000  # in the document; to parse so many takes some ten milliseconds
 MAX_DEPTH = 64
 MAX_LONG_STRINGS = 4096
+IDLE_TIMEOUT_S = 20.0
+SEGMENT_BYTES = 8 * 1024 * 1024  # of a string that leave together; one that has less does not leave
 
 _SLICE = 256 * 1024  # bytes of a step that takes a fixed number of passes at memory speed; uvicorn's chunk
 _CAREFUL = 16 * 1024  # bytes of a step whose cost depends on the content: all quotes, all escapes
 _PIECE = 32 * 1024  # pieces of a long string that are smaller are joined on the way
+_PUTS = 2  # segments of one body on their way to the object store; more, and its client must wait
 
 # Text and complete strings; stops at the quote of a string that is still open.
 _TEXT = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
@@ -59,16 +69,38 @@ _NESTING[list(b"[{")] = 1
 _NESTING[list(b"]}")] = -1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Pieces of a long string that are in the object store, or on their way."""
+
+    num_bytes: int
+    payload: asyncio.Task[Payload]
+
+    @classmethod
+    def put(cls, pieces: list[bytes]) -> Segment:
+        return cls(sum(map(len, pieces)), asyncio.create_task(pack_pieces(pieces)))
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+
+Put = Callable[[list[bytes]], Segment]
+
+
 @dataclass(frozen=True, slots=True)
 class LongString:
-    """The content of one JSON string: UTF-8, without escapes, in pieces. `len` is in bytes."""
+    """The content of one JSON string: UTF-8, without escapes, in pieces. `len` is in bytes.
 
-    pieces: tuple[bytes, ...]
+    The first piece and all of a string of up to SEGMENT_BYTES are bytes.
+    """
+
+    pieces: tuple[bytes | Segment, ...]
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
 
     def head(self, num_bytes: int) -> bytes:
+        """Of the first piece at most, if the string has segments."""
         return b"".join(_first(self.pieces, num_bytes))
 
     def tail(self, start: int) -> LongString:
@@ -76,16 +108,32 @@ class LongString:
         pieces = list(self.pieces)
         while pieces and start >= len(pieces[0]):
             start -= len(pieces.pop(0))
-        return LongString((pieces[0][start:], *pieces[1:]) if pieces else ())
+        if pieces and start:
+            first = pieces[0]
+            assert isinstance(first, bytes)
+            pieces[0] = first[start:]
+        return LongString(tuple(pieces))
 
     def join(self) -> bytes:
-        """One copy. Call it in a thread: it gives the GIL up while it copies, but it takes its time."""
-        return b"".join(self.pieces)  # gives it up for `bytes` only, not for views: hence the pieces' type
+        """One copy, of a string without segments. It gives the GIL up while it copies, but takes its time."""
+        pieces = [piece for piece in self.pieces if isinstance(piece, bytes)]
+        assert len(pieces) == len(self.pieces)
+        return b"".join(pieces)  # gives the GIL up for `bytes` only, not for views: hence the pieces' type
+
+    async def pack(self) -> list[Payload]:
+        """For a stage, which gets it by `unpack_pieces`."""
+        payloads: list[Payload] = []
+        for kind, group in groupby(self.pieces, type):
+            if kind is bytes:
+                payloads.append(await pack_pieces([p for p in group if isinstance(p, bytes)]))
+            else:
+                payloads += [await p.payload for p in group if isinstance(p, Segment)]
+        return payloads
 
 
-def _first(pieces: tuple[bytes, ...], num_bytes: int) -> Iterator[bytes]:
+def _first(pieces: tuple[bytes | Segment, ...], num_bytes: int) -> Iterator[bytes]:
     for piece in pieces:
-        if num_bytes <= 0:
+        if num_bytes <= 0 or not isinstance(piece, bytes):
             return
         yield piece[:num_bytes]
         num_bytes -= len(piece)
@@ -101,30 +149,87 @@ class Body:
     cuts: tuple[tuple[int, int], ...] = ()  # after each token: offset in the document, offset in the body
 
 
+class InFlight:
+    """Bounds the bytes of all bodies together that are being read or loaded."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """One body's. Tell it how many bytes it has so far; it raises Overloaded where they are too many."""
+        held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal held
+            self.check(num_bytes - held)
+            self.num_bytes += num_bytes - held
+            held = num_bytes
+
+        try:
+            yield hold
+        finally:
+            self.num_bytes -= held
+
+    def check(self, more: int) -> None:
+        if self.num_bytes + more > self._max_bytes:
+            raise Overloaded("The bodies of other requests take all the memory for them. Try again later.")
+
+
 async def read_body(
     chunks: AsyncIterable[bytes],
     *,
     max_bytes: int,
     threshold: int = LONG_STRING_BYTES,
-    timeout_s: float | None = None,
+    timeout_s: float = math.inf,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    hold: Callable[[int], None] = lambda num_bytes: None,
 ) -> Body:
-    """Reads to the end within `timeout_s`; whatever `chunks` raises, e.g. on a disconnect, passes through.
+    """Reads to the end; whatever `chunks` raises, e.g. on a disconnect, passes through.
+
+    `timeout_s` is for the whole body, `idle_timeout_s` for each chunk. Before a chunk is kept, `hold` is told
+    how many bytes of the body there will be then; it may raise.
 
     Raises RequestTooLarge with the chunk that passes `max_bytes`, RequestTimeout, and InvalidRequest as soon
     as the body cannot become valid JSON within the bounds of this module.
     """
-    scanner = Scanner(threshold)
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for chunk in chunks:
-                if scanner.num_bytes + len(chunk) > max_bytes:
-                    raise RequestTooLarge(f"The body is over the limit of {max_bytes} bytes.")
-                for _ in scanner.feed(chunk):
-                    # A queue that is never empty never suspends: without this a fast client owns the loop.
-                    await asyncio.sleep(0)
-    except TimeoutError:
-        raise RequestTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
+    puts: deque[Segment] = deque()
+
+    def put(pieces: list[bytes]) -> Segment:
+        puts.append(Segment.put(pieces))
+        return puts[-1]
+
+    scanner = Scanner(threshold, put)
+    async for chunk in _in_time(chunks, timeout_s, idle_timeout_s):
+        if scanner.num_bytes + len(chunk) > max_bytes:
+            raise RequestTooLarge(f"The body is over the limit of {max_bytes} bytes.")
+        hold(scanner.num_bytes + len(chunk))
+        for _ in scanner.feed(chunk):
+            # A queue that is never empty never suspends: without this a fast client owns the loop.
+            await asyncio.sleep(0)
+        while len(puts) > _PUTS:
+            await puts.popleft().payload
     return scanner.finish()
+
+
+async def _in_time(
+    chunks: AsyncIterable[bytes], timeout_s: float, idle_timeout_s: float
+) -> AsyncIterator[bytes]:
+    clock = asyncio.get_running_loop().time
+    end = clock() + timeout_s
+    reader = aiter(chunks)
+    try:
+        while True:
+            async with asyncio.timeout_at(min(end, clock() + idle_timeout_s)):
+                chunk = await anext(reader)
+            yield chunk
+    except StopAsyncIteration:
+        return
+    except TimeoutError:
+        raise RequestTimeout(
+            f"The body did not arrive within {timeout_s:g} s, or nothing of it for {idle_timeout_s:g} s."
+        ) from None
 
 
 def parse(body: Body) -> dict[str, Any]:
@@ -141,10 +246,14 @@ def parse(body: Body) -> dict[str, Any]:
 
 
 class Scanner:
-    """Follows the strings of a JSON text that comes in chunks, cut anywhere."""
+    """Follows the strings of a JSON text that comes in chunks, cut anywhere.
 
-    def __init__(self, threshold: int = LONG_STRING_BYTES) -> None:
+    `put` begins to put SEGMENT_BYTES of a long string into the object store.
+    """
+
+    def __init__(self, threshold: int = LONG_STRING_BYTES, put: Put = Segment.put) -> None:
         self._threshold = threshold
+        self._put = put
         # No string that begins and ends within one careful step is longer than the threshold.
         self._careful = min(_CAREFUL, threshold + 2)
         self._nonce = secrets.token_hex(16)
@@ -228,7 +337,7 @@ class Scanner:
         self._base += self._pos - len(content)
         self._data = content + self._data[self._pos :]
         self._pos = 0
-        self._long = _Growing(self._base)
+        self._long = _Growing(self._base, self._put)
 
     def _scan_long(self, long: _Growing) -> bool:
         stop = self._end_of_content()
@@ -305,26 +414,39 @@ class _Growing:
     """A long string as it arrives. A client that sends byte by byte must not cost an object per byte."""
 
     start: int  # offset in the body
-    pieces: list[bytes] = field(default_factory=list)
+    put: Put
+    pieces: list[bytes | Segment] = field(default_factory=list)
     small: bytearray = field(default_factory=bytearray)
+    waiting: list[bytes] = field(default_factory=list)  # pieces after the first, up to a segment
+    num_waiting: int = 0  # their bytes
 
     def add(self, piece: bytes) -> None:
-        if len(piece) >= _PIECE:
-            self._flush()
-            self.pieces.append(piece)
-        else:
+        if len(piece) < _PIECE:
             self.small += piece
             if len(self.small) >= _PIECE:
                 self._flush()
+        else:
+            self._flush()
+            self._append(piece)
 
     def _flush(self) -> None:
         if self.small:
-            self.pieces.append(bytes(self.small))
+            self._append(bytes(self.small))
             self.small.clear()
+
+    def _append(self, piece: bytes) -> None:
+        if not self.pieces:
+            self.pieces.append(piece)  # stays: it tells what the string is
+            return
+        self.waiting.append(piece)
+        self.num_waiting += len(piece)
+        if self.num_waiting >= SEGMENT_BYTES:
+            self.pieces.append(self.put(self.waiting))
+            self.waiting, self.num_waiting = [], 0
 
     def finish(self) -> LongString:
         self._flush()
-        return LongString(tuple(self.pieces))
+        return LongString((*self.pieces, *self.waiting))
 
 
 def _end(pattern: re.Pattern[bytes], data: bytes, pos: int, limit: int) -> int:

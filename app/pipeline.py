@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
 from app.chat import Item, ParsedChat
 from app.intake import LongString
-from deployments.errors import InvalidMedia, PromptTooLong, ServingError, UnsupportedMedia
+from app.protocol import Numbers
+from deployments.errors import InvalidMedia, MediaTooLarge, PromptTooLong, ServingError, UnsupportedMedia
 from deployments.multimodal.placeholders import Span, expand
-from deployments.payload import pack
+from deployments.multimodal.settings import ProcessorSettings, check_settings
 from deployments.types import (
+    SECONDS,
     Delta,
+    Edges,
+    EmbeddingSource,
+    EmbedsForm,
     InputSpec,
     Media,
     MediaOptions,
@@ -24,16 +31,22 @@ from deployments.types import (
     MMFeatures,
     Modality,
     ModelSpec,
+    Payload,
     Prompt,
     SamplingParams,
+    Text,
     TokenizerSpec,
+    embeds_name,
 )
 
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
-
 _NAMED = 3  # items that an error message lists
+
+# Of one request: enough to keep many replicas at work, and so few that they neither fill the queues of the
+# stages for others nor hold up the event loop while they start.
+_ITEMS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class Stages:
 
     tokenizer: Any
     media: Any
+    embeddings: Any
     preprocessor: Any
     model: Any
     text: TokenizerSpec
@@ -52,9 +66,14 @@ class Stages:
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
     item: Item
-    media: Media
     features: MMFeatures
     timings: Mapping[str, Timing]
+    num_bytes: int  # as fetched or sent
+    media: Media | None = None  # None: the client sent embeddings
+
+    @property
+    def mime(self) -> str | None:
+        return self.media.mime if self.media else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +93,38 @@ class Prepared:
     def media_tokens(self) -> dict[Modality, int]:
         counts: dict[Modality, int] = {}
         for features in self.features:
-            counts[features.modality] = counts.get(features.modality, 0) + features.num_tokens
+            if features.modality:  # what was embedded in the place of text counts as text
+                counts[features.modality] = counts.get(features.modality, 0) + features.num_tokens
         return counts
+
+
+class _Budget:
+    """Bytes that the media of one request may have together, as sent or fetched."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._spent: dict[str, int] = {}  # by item, which may be loaded twice
+
+    def spend(self, num_bytes: int, param: str) -> None:
+        """Raises MediaTooLarge that names the item which is too much."""
+        self._spent[param] = num_bytes
+        if sum(self._spent.values()) > self._max_bytes:
+            raise MediaTooLarge(
+                f"The media of this request have more than {self._max_bytes} bytes together. Send fewer or"
+                " smaller ones.",
+                param,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What holds for all items of a request."""
+
+    options: MediaOptions
+    settings: ProcessorSettings
+    deadline: Deadline
+    budget: _Budget
+    at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ITEMS_AT_ONCE))
 
 
 class Pipeline:
@@ -84,15 +133,31 @@ class Pipeline:
         self.limits = stages.limits
         self.media_options = stages.inputs.options
 
-    async def prepare(self, parsed: ParsedChat, options: MediaOptions, deadline: Deadline) -> Prepared:
-        """Raises the first failure in input order: the prompt's, then the items'."""
+    async def prepare(
+        self, parsed: ParsedChat, options: MediaOptions, deadline: Deadline, max_media_bytes: int
+    ) -> Prepared:
+        """`max_media_bytes`: of all items together, as sent or fetched.
+
+        Raises the first failure in input order: the prompt's, then the items'."""
         self._check_modalities(parsed.items)
         self._check_text(parsed.num_text_bytes)
-        pending = (self._prepare_item(item, options, deadline) for item in parsed.items)
-        results = await gather_all([self._encode(parsed, deadline), *pending])
-        (prompt, tokenize), items = results[0], results[1:]
+        self._check_settings(parsed)
+        budget = _Budget(max_media_bytes)
+        for item in parsed.items:
+            budget.spend(item.num_bytes, item.param)
+        terms = _Terms(options, parsed.settings, deadline, budget)
+        groups = _groups(parsed.items, self._stages.inputs.together)
+        pending = (self._prepare_group(group, terms) for group in groups)
+        results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
+        (prompt, tokenize), done = results[0], results[1:]
+        by_param = {prepared.item.param: prepared for group in done for prepared in group}
+        items = [by_param[item.param] for item in parsed.items]
+        if any(any(prepared.features.edges) for prepared in items):
+            # Texts of the items grow together with those around them: the prompt is encoded with both.
+            edges = [prepared.features.edges for prepared in items]
+            prompt, tokenize = await self._encode(parsed, deadline, edges)
+        self._check_length(len(prompt.token_ids) + sum(p.features.length - 1 for p in items), items)
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
-        self._check_length(len(token_ids), items)
         return Prepared(prompt, items, token_ids, spans, tokenize)
 
     def generate(
@@ -108,27 +173,83 @@ class Pipeline:
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )
 
-    async def _encode(self, parsed: ParsedChat, deadline: Deadline) -> Any:
+    async def encode_text(self, text: str, add_special_tokens: bool, deadline: Deadline) -> list[int]:
+        num_bytes = len(text.encode())
+        self._check_text(num_bytes, "prompt")
+        encode = self._stages.tokenizer.options(_by_reference=num_bytes > _GRPC_BYTES // 8).encode_text
+        prompt, _ = await once_more(
+            lambda: call(encode, text, add_special_tokens, stage="Tokenizer", deadline=deadline),
+            on=ReplicaDied,
+        )
+        token_ids: list[int] = prompt.token_ids
+        return token_ids
+
+    async def decode(self, token_ids: list[int], deadline: Deadline) -> Text:
+        by_reference = len(token_ids) > _GRPC_BYTES // 32  # an id may be a long text
+        decode = self._stages.tokenizer.options(_by_reference=by_reference).decode
+        text, _ = await once_more(
+            lambda: call(decode, token_ids, stage="Tokenizer", deadline=deadline), on=ReplicaDied
+        )
+        return cast(Text, text)
+
+    async def _encode(self, parsed: ParsedChat, deadline: Deadline, edges: list[Edges] | None = None) -> Any:
         by_reference = parsed.num_text_bytes > _GRPC_BYTES // 8  # the answer has up to an id for each byte
         encode = self._stages.tokenizer.options(_by_reference=by_reference).encode
         return await once_more(
-            lambda: call(encode, parsed.chat, stage="Tokenizer", deadline=deadline), on=ReplicaDied
+            lambda: call(encode, parsed.chat, edges, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
 
-    async def _prepare_item(self, item: Item, options: MediaOptions, deadline: Deadline) -> Any:
-        """Load, then preprocess; a lost array means both once more."""
-        source = await _source(item)
-
-        async def load_and_process() -> PreparedItem:
-            media, load = await self._load(source, options, deadline)
-            features, process = await self._process(media, deadline)
-            return PreparedItem(item, media, features, {"load": load, "preprocess": process})
-
+    async def _prepare_group(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
+        """One item, or several that are preprocessed in one call; see `InputSpec.together`."""
         try:
-            return await once_more(load_and_process, on=InputLost)
+            if items[0].kind == "embeds":
+                return [await self._load_embeddings(item, terms.deadline) for item in items]
+            async with terms.at_once:
+                sources = [await _source(item) for item in items]
+                items = [replace(item, data=b"") for item in items]  # they live as long as the answer
+                attempt = partial(self._load_and_process, items, sources, terms)
+                return await once_more(attempt, on=InputLost)
+        except ServingError as error:
+            error.param = error.param or items[0].param
+            raise
+
+    async def _load_and_process(
+        self, items: list[Item], sources: list[MediaSource], terms: _Terms
+    ) -> list[PreparedItem]:
+        pairs = zip(items, sources, strict=True)
+        loaded = await gather_all(self._load_one(item, source, terms) for item, source in pairs)
+        batch, processing = await self._process([media for media, _ in loaded], terms)
+        return [
+            PreparedItem(
+                item,
+                features,
+                {"load": loading, "preprocess": processing},
+                media.num_bytes,
+                replace(media, payload=Payload(0)),  # the model does not need it
+            )
+            for item, (media, loading), features in zip(items, loaded, batch, strict=True)
+        ]
+
+    async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
+        try:
+            media, loading = await self._load(source, terms.options, terms.deadline)
+            if item.kind == "url":
+                terms.budget.spend(media.num_bytes, item.param)
+            return media, loading
         except ServingError as error:
             error.param = error.param or item.param
             raise
+
+    async def _load_embeddings(self, item: Item, deadline: Deadline) -> PreparedItem:
+        source = await self._embedding_source(item)
+        num_bytes = item.num_bytes
+        item = replace(item, tensors={})  # it lives as long as the answer
+        load = self._stages.embeddings.load
+        features, timing = await once_more(
+            lambda: call(load, source, deadline.left_s(), stage="EmbeddingLoader", deadline=deadline),
+            on=ReplicaDied,
+        )
+        return PreparedItem(item, features, {"load": timing}, num_bytes)
 
     async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
         load = self._stages.media.load
@@ -142,22 +263,49 @@ class Pipeline:
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
 
-    async def _process(self, media: Media, deadline: Deadline) -> Any:
-        process = self._stages.preprocessor.process
-        return await once_more(
-            lambda: call(process, media, deadline.left_s(), stage="MMPreprocessor", deadline=deadline),
-            on=ReplicaDied,
-        )
+    async def _process(self, items: list[Media], terms: _Terms) -> tuple[list[MMFeatures], Timing]:
+        stage, (first, *others) = self._stages.preprocessor, items
+        method, media = (stage.process_together, items) if others else (stage.process, first)
+
+        def attempt() -> Awaitable[Any]:
+            left_s, settings = terms.deadline.left_s(), terms.settings
+            return call(method, media, left_s, settings, stage="MMPreprocessor", deadline=terms.deadline)
+
+        record, timing = await once_more(attempt, on=ReplicaDied)
+        return record.features if others else [record], timing
+
+    def _check_settings(self, parsed: ParsedChat) -> None:
+        inputs = self._stages.inputs
+        decoding = ("fps", "num_frames") if Modality.VIDEO in inputs.modalities else ()
+        check_settings(parsed.settings, inputs.settings, decoding)
 
     def _check_modalities(self, items: list[Item]) -> None:
         for item in items:
-            if item.modality not in self._stages.inputs.modalities:
+            if item.kind == "embeds":
+                self._form(item)
+            elif item.modality not in self._stages.inputs.modalities:
                 takes = ", ".join(self._stages.inputs.modalities) or "text only"
                 raise UnsupportedMedia(
                     f"{item.param}: this model takes no {item.modality}; it takes {takes}.", item.param
                 )
 
-    def _check_text(self, num_bytes: int) -> None:
+    def _form(self, item: Item) -> EmbedsForm:
+        plain = EmbedsForm(self._stages.text.plain_token_id)
+        form = self._stages.inputs.embeds.get(item.modality) if item.modality else plain
+        if form is None or self.limits.hidden_size is None:
+            name = embeds_name(item.modality)
+            raise UnsupportedMedia(f"{item.param}: this model takes no {name}.", item.param)
+        return form
+
+    async def _embedding_source(self, item: Item) -> EmbeddingSource:
+        """With what the model makes use of; other tensors do not travel."""
+        form = self._form(item)
+        used = {embeds_name(item.modality), form.grid, *(SECONDS if form.seconds else ())}
+        sent = {name: await _as_sent(tensor) for name, tensor in item.tensors.items() if name in used}
+        assert self.limits.hidden_size is not None
+        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size)
+
+    def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
         limit = self.limits.max_model_len
         most = limit * self._stages.text.max_token_length
@@ -165,7 +313,7 @@ class Pipeline:
             raise PromptTooLong(
                 f"The text has {num_bytes} bytes; the model's context of {limit} tokens holds at most {most}."
                 " Send less.",
-                "messages",
+                param,
             )
 
     def _check_length(self, num_tokens: int, items: list[PreparedItem]) -> None:
@@ -180,10 +328,26 @@ class Pipeline:
             )
 
 
+def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
+    """Items that are preprocessed in one call; in the order of their first ones."""
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        in_one = item.kind != "embeds" and item.modality in together
+        groups.setdefault(str(item.modality) if in_one else item.param, []).append(item)
+    return list(groups.values())
+
+
 async def _source(item: Item) -> MediaSource:
+    assert item.modality is not None
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url)
-    data = item.data
-    encoded = await asyncio.to_thread(data.join) if isinstance(data, LongString) else data
-    payload = await pack({"data": np.frombuffer(encoded, np.uint8)})
-    return MediaSource(item.modality, "data", header=item.header, payload=payload)
+    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+
+
+async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:
+    return np.array(tensor) if isinstance(tensor, list) else await _payloads(tensor)
+
+
+async def _payloads(data: bytes | LongString) -> list[Payload]:
+    long = data if isinstance(data, LongString) else LongString((data,))
+    return await long.pack()

@@ -7,7 +7,7 @@ an error that names the field. Nothing here knows Ray or the stages.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from deployments.errors import InvalidRequest
 
@@ -26,8 +27,11 @@ MAX_STOPS = 4
 MAX_ANSWERS = 128
 MAX_TOKEN_IDS = 1024  # in `logit_bias` and `stop_token_ids`
 MAX_PARTS = 8192  # messages and parts of a request together
-PART_TYPES = ("text", "image_url", "input_audio", "audio_url", "video_url")
-_EMBEDS = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds")
+_MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
+MM_EMBEDS_TYPES = ("image_embeds", "audio_embeds", "video_embeds")
+PART_TYPES = ("text", *_MEDIA_TYPES, *MM_EMBEDS_TYPES, "prompt_embeds")
+MAX_UUID = 256  # characters
+_MAX_NUMBERS = 64  # of a list in the place of a tensor
 _UNION = "union:"  # marks a union's tag in an error's location, so that it can be left out again
 
 
@@ -38,6 +42,9 @@ class _Wire(BaseModel):
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
         return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+W = TypeVar("W", bound=_Wire)
 
 
 class TextPart(_Wire):
@@ -63,32 +70,87 @@ class InputAudio(_Wire):
     format: str = Field(default="wav", max_length=32, pattern=r"^[A-Za-z0-9.+-]+$")
 
 
-class ImagePart(_Wire):
+class _ItemPart(_Wire):
+    uuid: str | None = Field(default=None, max_length=MAX_UUID)  # the client's name for the item
+
+
+class ImagePart(_ItemPart):
     image_url: MediaURL
 
 
-class AudioPart(_Wire):
+class AudioPart(_ItemPart):
     audio_url: MediaURL
 
 
-class VideoPart(_Wire):
+class VideoPart(_ItemPart):
     video_url: MediaURL
 
 
-class InputAudioPart(_Wire):
+class InputAudioPart(_ItemPart):
     input_audio: InputAudio
 
 
+Numbers = list[int | float]
+
+
+def _tensor(name: str, value: Any) -> str | Numbers:
+    """Base64 of a file, or numbers: `[1, 22, 40]`, `[[1, 22, 40]]`, `0.5`."""
+    if isinstance(value, str):
+        return value
+    numbers = value if isinstance(value, list) else [value]
+    if len(numbers) == 1 and isinstance(numbers[0], list):
+        numbers = numbers[0]
+    if 0 < len(numbers) <= _MAX_NUMBERS and all(type(n) in (int, float) and abs(n) < 2**31 for n in numbers):
+        return numbers
+    raise _not_a_tensor(f"{name[:64]} must be a base64 string or a list of at most {_MAX_NUMBERS} numbers")
+
+
+def _not_a_tensor(message: str) -> PydanticCustomError:
+    return PydanticCustomError("tensor", "{message}", {"message": message})
+
+
+class EmbedsPart(_ItemPart):
+    """An item, or a piece of text, as the embeddings that the model would make of it."""
+
+    modality: Literal["image", "audio", "video", "prompt"]
+    tensors: dict[str, Any]  # name -> str or Numbers; under the part's type the embeddings, a str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_one_form(cls, data: Any) -> Any:
+        """A tensor or a dict of them under the part's type; of `prompt_embeds` also a tensor under `data`."""
+        kind = _part_kind(data)
+        assert kind is not None
+        value = _payload(data, kind)
+        tensors = value if isinstance(value, dict) else {kind: value}
+        if kind == "prompt_embeds" and isinstance(value, dict) and "data" in value:
+            tensors = {kind: value["data"]}
+        if not isinstance(tensors.get(kind), str):
+            raise _not_a_tensor(f"{kind} must be the base64 of a tensor, or a dict with one of this name")
+        tensors = {name: _tensor(name, each) for name, each in tensors.items() if each is not None}
+        return {**data, "modality": kind.removesuffix("_embeds"), "tensors": tensors}
+
+
 def _part_tag(part: Any) -> str | None:
-    """The part's type, told by its key where `type` is missing."""
     if isinstance(part, str | TextPart):
         return _UNION + "text"
-    if not isinstance(part, dict):
+    kind = _part_kind(part) if isinstance(part, dict) else None
+    if kind is None:
         return None
+    return _UNION + ("embeds" if kind.endswith("_embeds") else kind)
+
+
+def _part_kind(part: dict[str, Any]) -> str | None:
+    """The part's type, told by its key where `type` is missing."""
     kind = part.get("type")
     if kind is None:
         kind = next((key for key in PART_TYPES if key in part), None)
-    return _UNION + kind if isinstance(kind, str) and kind in PART_TYPES else None
+    return kind if isinstance(kind, str) and kind in PART_TYPES else None
+
+
+def _payload(part: dict[str, Any], kind: str) -> Any:
+    """What the part is about, None where it is missing."""
+    return part.get("data") if kind == "prompt_embeds" and part.get(kind) is None else part.get(kind)
 
 
 ContentPart = Annotated[
@@ -96,7 +158,8 @@ ContentPart = Annotated[
     | Annotated[ImagePart, Tag(_UNION + "image_url")]
     | Annotated[InputAudioPart, Tag(_UNION + "input_audio")]
     | Annotated[AudioPart, Tag(_UNION + "audio_url")]
-    | Annotated[VideoPart, Tag(_UNION + "video_url")],
+    | Annotated[VideoPart, Tag(_UNION + "video_url")]
+    | Annotated[EmbedsPart, Tag(_UNION + "embeds")],
     Discriminator(
         _part_tag,
         custom_error_type="part_type",
@@ -133,20 +196,13 @@ class Message(_Wire):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _later_features(cls, content: Any) -> Any:
+    def _no_media_by_name_alone(cls, content: Any) -> Any:
+        """Other servers take a uuid for an item sent before; here it would be misread as a missing field."""
         for index, part in enumerate(content if isinstance(content, list) else []):
-            if isinstance(part, dict):
-                _refuse_unserved(part, index)
+            kind = _part_kind(part) if isinstance(part, dict) else None
+            if kind and part.get("uuid") is not None and _payload(part, kind) is None:
+                raise _Unserved(f"{kind} is missing: nothing is kept by its uuid here, send the item", index)
         return content
-
-
-def _refuse_unserved(part: dict[str, Any], index: int) -> None:
-    """Parts that other servers take and that would otherwise be misread as a typing error."""
-    embeds = next((key for key in _EMBEDS if part.get("type") == key or key in part), None)
-    if embeds:
-        raise _Unserved(f"{embeds} parts are not served here: send the media itself", index)
-    if part.get("uuid") is not None:
-        raise _Unserved("uuid is not supported here: send the media itself, without uuid", index)
 
 
 class _Unserved(ValueError):
@@ -189,6 +245,39 @@ class MediaIOKwargs(_MediaIO):
     image: ImageIO = Field(default_factory=ImageIO)
     audio: AudioIO = Field(default_factory=AudioIO)
     video: VideoIO = Field(default_factory=VideoIO)
+
+
+class ProcessorKwargs(_Wire):
+    """vLLM's `mm_processor_kwargs`, as far as they are safe; what a model's processor takes is its own.
+
+    `fps` and `num_frames` mean those of `media_io_kwargs.video`, which come first.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    min_pixels: int | None = Field(default=None, ge=1)
+    max_pixels: int | None = Field(default=None, ge=1)
+    max_patches: int | None = Field(default=None, ge=1)
+    dynamic_hd: int | None = Field(default=None, ge=1)
+    max_soft_tokens: int | None = Field(default=None, ge=1)
+    crop_to_patches: bool | None = None
+    do_image_splitting: bool | None = None
+    do_pan_and_scan: bool | None = None
+    fps: float | None = Field(default=None, gt=0, le=1000)
+    num_frames: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if value is not None and name not in cls.model_fields:
+                allowed = ", ".join(sorted(cls.model_fields))
+                param = f"mm_processor_kwargs.{name[:64]}"
+                raise _NotOffered(f"{param} is not supported here; allowed are {allowed}", param)
+        return data
+
+    def of_processor(self) -> dict[str, int | bool]:
+        return self.model_dump(exclude_none=True, exclude={"fps", "num_frames"})
 
 
 class StreamOptions(_Wire):
@@ -238,6 +327,7 @@ class ChatRequest(_Wire):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
+    mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding
 
     @field_validator("stop", mode="before")
@@ -269,6 +359,20 @@ class ChatRequest(_Wire):
         return min(limits, default=None)
 
 
+class TokenizeRequest(_Wire):
+    """A bare text; a conversation is a ChatRequest."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Wire):
+    tokens: list[int]
+    model: str | None = None
+
+
 class _NotOffered(ValueError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message, field)
@@ -278,8 +382,13 @@ class _NotOffered(ValueError):
 def parse_chat_request(document: Any) -> ChatRequest:
     """Raises InvalidRequest naming the first wrong field: `messages[0].content[2].image_url.url`."""
     _check_size(document)
+    return parse_as(ChatRequest, document)
+
+
+def parse_as(model: type[W], document: Any) -> W:
+    """Raises InvalidRequest naming the first wrong field."""
     try:
-        return ChatRequest.model_validate(document)
+        return model.model_validate(document)
     except ValidationError as error:
         raise _first_error(error) from None
 

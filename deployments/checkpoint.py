@@ -55,12 +55,15 @@ def load_prompting(model: str) -> Prompting:
         placeholders = {m: token for m in Modality if (token := getattr(tokenizer, f"{m}_token", None))}
         return Prompting(tokenizer, tokenizer.chat_template, placeholders)
 
-    processor = load_processor(model)
+    return prompting_of(load_processor(model))
+
+
+def prompting_of(processor: Any) -> Prompting:
     template = processor.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if template is None:
-        raise ValueError(f"the checkpoint {model!r} has no chat template")
+        raise ValueError(f"the checkpoint has no chat template ({type(processor).__name__})")
     text_kwargs = getattr(processor, "text_kwargs", {})
     return Prompting(
         tokenizer=getattr(processor, "tokenizer", processor),
@@ -81,6 +84,9 @@ def load_processor(model: str) -> Any:
     name = resolve(model)
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     own_size = _read_json(Path(name, "processor_config.json")).get("video_processor", {}).get("size")
+    if not getattr(processor, "chat_template", None) and hasattr(processor, "tokenizer"):
+        # Some classes of processor drop the template that the checkpoint's tokenizer keeps.
+        processor.chat_template = processor.tokenizer.chat_template
     if own_size and "size" in getattr(processor, "videos_kwargs", {}):
         processor.videos_kwargs = {**processor.videos_kwargs, "size": own_size}
     return processor

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.errors import StageTimeout
+from deployments.errors import InvalidMedia, StageTimeout
 from deployments.logs import log_refusals_in_one_line
-from deployments.multimodal.embeds import load_embeds
-from deployments.payload import pack, unpack
+from deployments.multimodal.base64 import Piece
+from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
+from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
-from deployments.types import Embedding, EmbeddingSource
+from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
+
+logger = logging.getLogger("ray.serve")
+
+MAX_SECONDS = 3600.0  # of a step of a video's grid
+
+Numbers = dict[str, npt.NDArray[Any]]  # by name, flat
 
 
 class EmbeddingsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     max_bytes: int = Field(default=2 * 2**30, gt=0)  # of one embedding's file, base64 undone
+    check_finite: bool = True  # refuse NaN and infinity
     threads: int = Field(default=2, ge=1)
     niceness: int = Field(default=19, ge=0, le=19)
 
@@ -28,39 +41,121 @@ class EmbeddingLoader:
 
     def __init__(self, config: EmbeddingsConfig) -> None:
         log_refusals_in_one_line()
-        self._max_bytes = config.max_bytes
+        self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
 
-    async def load(self, source: EmbeddingSource, timeout_s: float) -> Embedding:
-        """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout.
+    async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
+        """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
 
         A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
         """
         stopped = threading.Event()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._load(source, stopped)
-        except TimeoutError:
-            raise StageTimeout("The embedding was not loaded in time.") from None
-        finally:
-            stopped.set()
+        with let_go_on_error(source.sent):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load(source, stopped)
+            except TimeoutError:
+                raise StageTimeout("The embedding was not loaded in time.") from None
+            finally:
+                stopped.set()
 
     async def ready(self) -> None:
         """Returns when the stage can serve."""
 
-    async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> Embedding:
-        encoded = (await unpack(source.payload))["data"]
-        embeds, service_ms = await self._pool.run(
-            load_embeds, encoded, max_bytes=self._max_bytes, hidden_size=source.hidden_size, stopped=stopped
+    async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> MMFeatures:
+        """All that came for the item side by side."""
+        sent: dict[str, list[Piece] | npt.NDArray[Any]] = {
+            name: await unpack_pieces(value) if isinstance(value, list) else value
+            for name, value in source.sent.items()
+        }
+        encoded = sent[source.name]
+        assert isinstance(encoded, list)
+        names = [name for name in sent if name != source.name]
+        (embeds, ms), numbers = await asyncio.gather(
+            self._pool.run(
+                load_embeds,
+                encoded,
+                max_bytes=self._config.max_bytes,
+                hidden_size=source.hidden_size,
+                stopped=stopped,
+                check_finite=self._config.check_finite,
+            ),
+            asyncio.gather(*(self._pool.run(_numbers, name, sent[name], stopped) for name in names)),
         )
-        num_tokens, hidden_size = embeds.values.shape
-        return Embedding(
-            source.modality,
-            embeds.digest,
-            num_tokens,
-            hidden_size,
-            embeds.dtype,
-            await pack({"embeds": embeds.values}),
-            len(encoded),
-            service_ms,
+        num_tokens = len(embeds.values)
+        sent_numbers = dict(zip(names, (values for values, _ in numbers), strict=True))
+        positions = _positions(source, sent_numbers, num_tokens)
+        made = {source.name: embeds.values} | positions | _token_types(source.form, num_tokens)
+        # In the order in which the client sent them; what it did not send comes last.
+        arrays = {name: made[name] for name in sent if name in made} | made
+        logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
+        return MMFeatures(
+            modality=source.modality,
+            digest=_digest(embeds, positions),
+            num_tokens=num_tokens,
+            replacement=[*source.form.before, (source.form.token_id, num_tokens), *source.form.after],
+            payload=await pack(arrays),
+            shapes={name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+            | {source.name: (embeds.values.shape, embeds.dtype)},
+            service_ms=ms,
+            edges=source.form.edges,
         )
+
+
+def _numbers(name: str, sent: list[Piece] | npt.NDArray[Any], stopped: threading.Event) -> npt.NDArray[Any]:
+    if not isinstance(sent, list):
+        return sent
+    try:
+        return load_numbers(sent, stopped)
+    except InvalidMedia as error:
+        raise type(error)(f"{name}: {error.message}") from None
+
+
+def _positions(source: EmbeddingSource, numbers: Numbers, num_tokens: int) -> Arrays:
+    """What the model derives positions from, in the shapes that its processor gives."""
+    arrays: Arrays = {}
+    if source.form.grid:
+        arrays[source.form.grid] = _grid(source, numbers, num_tokens)
+    if source.form.seconds:
+        arrays[source.form.seconds] = _seconds(numbers)
+    return arrays
+
+
+def _token_types(form: EmbedsForm, num_tokens: int) -> Arrays:
+    before, after = (sum(count for _, count in runs) for runs in (form.before, form.after))
+    return {
+        name: np.pad(np.full((1, num_tokens), value), ((0, 0), (before, after)))
+        for name, value in form.token_types.items()
+    }
+
+
+def _grid(source: EmbeddingSource, numbers: Numbers, num_tokens: int) -> npt.NDArray[np.int64]:
+    form = source.form
+    if form.grid not in numbers:
+        raise InvalidMedia(
+            f"This model needs {form.grid} beside the embeddings: send"
+            f' {{"{source.name}": ..., "{form.grid}": [t, h, w]}}.'
+        )
+    grid = numbers[form.grid]
+    if grid.size != 3 or grid.dtype.kind != "i" or grid.min() < 1:
+        raise InvalidMedia(f"{form.grid} must be three positive integers: t, h, w.")
+    t, h, w = grid.tolist()
+    if h % form.merge or w % form.merge or t * h * w != num_tokens * form.merge**2:
+        raise InvalidMedia(
+            f"{form.grid} is [{t}, {h}, {w}] and there are {num_tokens} embeddings; this model has one for"
+            f" each {form.merge} x {form.merge} cells of h and w."
+        )
+    return grid.astype(np.int64).reshape(1, 3)
+
+
+def _seconds(numbers: Numbers) -> npt.NDArray[np.float32]:
+    sent = next((numbers[name] for name in SECONDS if name in numbers), np.ones(1))
+    if sent.size != 1 or not 0 < float(sent.flat[0]) <= MAX_SECONDS:
+        raise InvalidMedia(f"{' or '.join(SECONDS)} must be one number of seconds, at most {MAX_SECONDS:g}.")
+    return sent.astype(np.float32).reshape(1)
+
+
+def _digest(embeds: Embeds, positions: Arrays) -> str:
+    """Of all that makes a difference to the model."""
+    numbers = [(name, array.tolist()) for name, array in positions.items()]
+    return blake3(f"{embeds.digest} {numbers}".encode()).hexdigest()

@@ -3,6 +3,7 @@
     ServingError                     500  our fault, or a bug
     ├── InvalidRequest               400  the request's JSON says something we cannot do
     │   └── PromptTooLong            400  more tokens than the model's context
+    ├── Unauthorized             401  no API key, or a wrong one
     ├── ModelNotFound                404  unknown model name
     ├── RequestTimeout               408  the body did not arrive in time
     ├── RequestTooLarge              413  the body is over the limit
@@ -46,6 +47,11 @@ class InvalidRequest(ServingError):
 
 class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class Unauthorized(ServingError):
+    status = 401
+    code = "invalid_api_key"
 
 
 class ModelNotFound(ServingError):

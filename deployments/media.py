@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -29,13 +30,14 @@ from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
-from deployments.payload import pack, unpack
+from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
-from deployments.types import Media, MediaOptions, MediaSource, Modality
+from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
 
 logger = logging.getLogger("ray.serve")
 
 MIB = 2**20
+MAX_REMEMBERED = 10_000  # records of what was decoded before
 
 
 class MediaConfig(BaseModel):
@@ -59,6 +61,7 @@ class MediaConfig(BaseModel):
     video_fetch_timeout_s: float = Field(default=30.0, gt=0)
 
     max_image_pixels: int = Field(default=PILLOW_MAX_PIXELS, gt=0, le=PILLOW_MAX_PIXELS)
+    max_image_decoded_bytes: int = Field(default=2048 * MIB, gt=0)
     max_audio_seconds: float = Field(default=600.0, gt=0)
     max_audio_decoded_bytes: int = Field(default=256 * MIB, gt=0)
     max_video_seconds: float = Field(default=3600.0, gt=0)
@@ -78,7 +81,7 @@ class MediaConfig(BaseModel):
 
     @property
     def image(self) -> ImageLimits:
-        return ImageLimits(self.max_image_pixels)
+        return ImageLimits(self.max_image_pixels, self.max_image_decoded_bytes)
 
     @property
     def audio(self) -> AudioLimits:
@@ -115,9 +118,10 @@ class MediaLoader:
             raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
-        self._flights: SingleFlight[Media] = SingleFlight()
+        self._flights: SingleFlight[Media] = SingleFlight()  # by URL, and by content
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
+        self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
 
     async def ready(self) -> None:
         """Answers once the replica is up."""
@@ -129,19 +133,25 @@ class MediaLoader:
             await self._fetcher.close()
 
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
-        """Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
+        """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
+
+        Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
 
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                if source.kind == "url":
-                    key = (source.modality, source.url, options)
-                    return await self._flights.run(key, lambda: self._load_url(source, options))
-                return await self._load_data(source, options)
-        except TimeoutError:
-            raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+        with let_go_on_error(source.payloads):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._load(source, options)
+            except TimeoutError:
+                raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+
+    async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
+        if source.kind == "url":
+            key = (source.modality, source.url, options)
+            return await self._flights.run(key, lambda: self._load_url(source, options))
+        return await self._load_data(source, options)
 
     @cached_property
     def _fetcher(self) -> Fetcher:
@@ -187,8 +197,7 @@ class MediaLoader:
         return media
 
     async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
-        assert source.payload is not None
-        encoded = (await unpack(source.payload))["data"]
+        encoded = await unpack_pieces(source.payloads)
         max_bytes = self._config.max_bytes(source.modality)
         read = partial(data_uri.decode, source.header, encoded, max_bytes)
         return await self._decode(read, source, options)
@@ -202,48 +211,70 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
+        (data, name), read_ms = await self._pool.run(_read, read, source.modality, options)
+        ms = fetch_ms + read_ms
+        known = self._decoded.get(name)
+        if known and not (options.decode_again or options.previews):
+            self._decoded.move_to_end(name)
+            return replace(known, service_ms=ms, cached=cached)
+        work = partial(self._decode_data, data, name, source.modality, options)
+        media = await self._flights.run((name, options.previews), work)
+        ms += media.service_ms
+        self._remember(replace(media, payload=Payload(0), previews=[]))
+        logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
+        return replace(media, service_ms=ms, cached=cached)
+
+    async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
         cancelled = threading.Event()
         try:
-            (decoded, num_bytes, name, shown), decode_ms = await self._pool.run(
-                self._read_and_decode, read, source.modality, options, cancelled
-            )
+            (decoded, shown), ms = await self._pool.run(self._decode_now, data, modality, options, cancelled)
         finally:
             cancelled.set()
-        payload = await pack(decoded.arrays)
-        ms = fetch_ms + decode_ms
-        logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, num_bytes, decoded.mime, ms)
         return Media(
-            modality=source.modality,
+            modality=modality,
             digest=name,
-            payload=payload,
+            payload=await pack(decoded.arrays),
             info=decoded.info,
-            num_bytes=num_bytes,
+            num_bytes=len(data),
             mime=decoded.mime,
             service_ms=ms,
             video_metadata=decoded.video_metadata,
             previews=shown,
-            cached=cached,
         )
 
-    def _read_and_decode(
-        self, read: Callable[[], bytes], modality: Modality, options: MediaOptions, cancelled: threading.Event
-    ) -> tuple[Decoded, int, str, list[str]]:
-        data = read()
+    def _decode_now(
+        self, data: bytes, modality: Modality, options: MediaOptions, cancelled: threading.Event
+    ) -> tuple[Decoded, list[str]]:
         config = self._config
-        shaping: tuple[object, ...]
         match modality:
             case Modality.IMAGE:
-                shaping = (options.background,)
                 decoded = image.decode(data, replace(config.image, background=options.background), cancelled)
             case Modality.AUDIO:
-                shaping = (options.sampling_rate,)
                 decoded = audio.decode(data, options.sampling_rate, config.audio, cancelled)
             case Modality.VIDEO:
                 num_frames, fps, longest = options.num_frames, options.fps, options.max_duration
-                shaping = (num_frames, fps, longest)
                 decoded = video.decode(data, num_frames, fps, config.video, cancelled, longest)
         shown = previews(modality, decoded.arrays, options.sampling_rate) if options.previews else []
-        return decoded, len(data), digest(modality, data, *map(repr, shaping)), shown
+        return decoded, shown
+
+    def _remember(self, media: Media) -> None:
+        self._decoded[media.digest] = media
+        if len(self._decoded) > MAX_REMEMBERED:
+            self._decoded.popitem(last=False)
+
+
+def _read(read: Callable[[], bytes], modality: Modality, options: MediaOptions) -> tuple[bytes, str]:
+    """The encoded bytes, and the digest of all that decides what becomes of them."""
+    shaping: tuple[object, ...]
+    match modality:
+        case Modality.IMAGE:
+            shaping = (options.background,)
+        case Modality.AUDIO:
+            shaping = (options.sampling_rate,)
+        case Modality.VIDEO:
+            shaping = (options.num_frames, options.fps, options.max_duration)
+    data = read()
+    return data, digest(modality, data, *map(repr, shaping))
 
 
 def _read_file(url: str, root: str, max_bytes: int) -> bytes:

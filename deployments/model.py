@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields
@@ -101,6 +102,8 @@ def _load_engine(config: ModelConfig) -> Engine:
     from deployments.engine.transformers_engine import TransformersEngine
 
     torch.set_num_threads(config.torch_threads)
+    # Arrays from the object store are read-only, and the engine only reads them (there is a test).
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

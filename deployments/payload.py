@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import ray
 
 from deployments.types import Arrays, Payload
@@ -31,3 +37,35 @@ async def unpack(payload: Payload) -> Arrays:
         return arrays
     stored: Arrays = await payload.ref
     return stored
+
+
+async def pack_pieces(pieces: Sequence[bytes]) -> Payload:
+    """One text in pieces, as uint8[n] each: they are copied once, into the store, and not joined before."""
+    return await pack({str(i): np.frombuffer(piece, np.uint8) for i, piece in enumerate(pieces)})
+
+
+async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint8]]:
+    """All pieces of a text, in order."""
+    unpacked = await asyncio.gather(*map(unpack, payloads))
+    return [piece for arrays in unpacked for piece in arrays.values()]
+
+
+@contextmanager
+def let_go_on_error(held: list[Any] | dict[str, Any]) -> Iterator[None]:
+    """What a failed or cancelled request had in hand is freed at once, and so is what is in `held`.
+
+    An error keeps the frames that it came through, with all their variables. Serve keeps errors in cycles,
+    so buffers and references would stay until the next full garbage collection, which can be minutes away.
+    """
+    try:
+        yield
+    except BaseException as error:
+        held.clear()
+        _forget(error)
+        raise
+
+
+def _forget(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,7 +14,10 @@ from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
 from deployments.logs import log_refusals_in_one_line
 from deployments.pool import WorkPool
-from deployments.types import Chat, Modality, Prompt, TokenizerSpec
+from deployments.types import Chat, Edges, Modality, Prompt, Text, TokenizerSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TokenizerConfig(BaseModel):
@@ -38,21 +41,34 @@ class Tokenizer:
             self._idle.put(encoder)
         self._spec = encoder.spec
 
-    async def encode(self, chat: Chat) -> Prompt:
+    async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
         """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
 
-        Raises InvalidRequest where the template refuses the conversation, with the template's words.
+        `edges`: of each item, in their order; none where all are empty. Raises InvalidRequest where the
+        template refuses the conversation, with the template's words.
         """
-        prompt, ms = await self._pool.run(self._encode, chat)
+        prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat, edges or [])
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
+
+    async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """The ids of a bare text, in which the names of control tokens mean those tokens."""
+        token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
+        return Prompt(token_ids, [], service_ms=ms)
+
+    async def decode(self, token_ids: list[int]) -> Text:
+        """The text with its control tokens. Raises InvalidRequest for an id that is no token."""
+        (text, tokens), ms = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
+        return Text(text, tokens, service_ms=ms)
 
     async def describe(self) -> TokenizerSpec:
         return self._spec
 
-    def _encode(self, chat: Chat) -> Prompt:
+    def _borrow(
+        self, method: Callable[Concatenate[ChatEncoder, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         encoder = self._idle.get()
         try:
-            return encoder.encode(chat)
+            return method(encoder, *args, **kwargs)
         finally:
             self._idle.put(encoder)
 
@@ -60,22 +76,28 @@ class Tokenizer:
 class ChatEncoder:
     """One tokenizer with its template, for one thread at a time.
 
-    Control tokens that a user typed are text: they become neither control tokens nor placeholders.
+    Control tokens that a user typed are text: they become neither control tokens nor placeholders. Embeddings
+    in the place of text have a placeholder of our own, which no template knows: to it, it is a text.
     """
 
     def __init__(self, prompting: Prompting) -> None:
         tokenizer = prompting.tokenizer
+        added = tokenizer.added_tokens_decoder
         self.spec = TokenizerSpec(
             tokenizer_json=tokenizer.backend_tokenizer.to_str(),
-            special_token_ids=sorted(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
+            special_token_ids=sorted(i for i, t in added.items() if t.special),
             max_token_length=max(map(len, tokenizer.get_vocab())),
+            plain_token_id=next(i for i in range(len(tokenizer)) if i not in added),
         )
+        tokenizer.add_tokens([_PROMPT], special_tokens=True)
         self._tokenizer = tokenizer
         self._template = prompting.chat_template
-        self._modality_of = {
+        self._modality_of: dict[int, Modality | None] = {
             tokenizer.convert_tokens_to_ids(token): modality
             for modality, token in prompting.placeholders.items()
         }
+        self._placeholders = _placeholder_pattern(prompting)
+        self._modality_of[tokenizer.convert_tokens_to_ids(_PROMPT)] = None
         self._control = _control_tokens(prompting)
         self._takes = {
             (role, form): self._renders(role, form) for role in _AROUND for form in (_as_string, _as_parts)
@@ -83,15 +105,38 @@ class ChatEncoder:
         self._knows_developers = "developer" in self._template
         self._wrap = _special_token_frame(tokenizer) if prompting.add_special_tokens else ([], [])
 
-    def encode(self, chat: Chat) -> Prompt:
-        token_ids = self._token_ids(chat)
-        return Prompt(token_ids, self._placeholders(chat, token_ids))
+    def encode(self, chat: Chat, edges: Sequence[Edges] = ()) -> Prompt:
+        """`edges`: of each item, in their order; none where all are empty."""
+        items = _items(chat)
+        token_ids = self._token_ids(chat, list(zip(items, edges, strict=True)) if edges else [])
+        return Prompt(token_ids, self._find(items, token_ids))
 
-    def _token_ids(self, chat: Chat) -> list[int]:
+    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    def decode(self, token_ids: list[int]) -> tuple[str, list[str]]:
+        """The text, and each token as the vocabulary has it."""
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < len(self._tokenizer):
+                raise InvalidRequest(
+                    f"tokens[{index}] is {token_id}; the vocabulary has {len(self._tokenizer)} tokens.",
+                    f"tokens[{index}]",
+                )
+        text = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text, self._tokenizer.convert_ids_to_tokens(token_ids)
+
+    def _token_ids(self, chat: Chat, edges: Sequence[tuple[Modality | None, Edges]]) -> list[int]:
         from transformers.utils.chat_template_utils import encode_marked_chat
 
         text = self._render(chat)
-        token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
+        if edges:
+            text = self._with_edges(text, edges)
+        try:
+            token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
+        except ValueError as error:
+            # A vocabulary may hold a control token among its plain ones; then its name cannot be written.
+            raise InvalidRequest(f"The tokenizer cannot take this text as text: {error}") from error
         if self._tokenizer.bos_token and text.startswith(self._tokenizer.bos_token):
             return token_ids
         before, after = self._wrap
@@ -101,7 +146,8 @@ class ChatEncoder:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import mark_control_tokens
 
-        messages = mark_control_tokens([self._adapted(message) for message in chat.messages], self._control)
+        marked = mark_control_tokens(chat.messages, self._control)
+        messages = [self.adapted(_with_places(message)) for message in marked]
         for message in messages:
             self._keep_apart(message.get("content") or "")
         try:
@@ -123,7 +169,7 @@ class ChatEncoder:
         )
         return str(texts[0])
 
-    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+    def adapted(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message in a form that the template takes, where it does not take the client's."""
         role, content = message["role"], message.get("content")
         if role == "developer" and not self._knows_developers:
@@ -164,29 +210,55 @@ class ChatEncoder:
             for part in texts:
                 part["text"] = _CONTROL_TOKEN_END + part["text"]
 
-    def _placeholders(self, chat: Chat, token_ids: list[int]) -> list[tuple[Modality, int]]:
+    def _with_edges(self, text: str, edges: Sequence[tuple[Modality | None, Edges]]) -> str:
+        """The items' own text around their placeholders, to be encoded with what stands beside it."""
+        left = {m: iter([edge for modality, edge in edges if modality == m]) for m in Modality}
+
+        def framed(match: re.Match[str]) -> str:
+            head, tail = next(left[Modality(str(match.lastgroup))], ("", ""))
+            return head + match.group() + tail
+
+        return self._placeholders.sub(framed, text)
+
+    def _find(self, items: list[Modality | None], token_ids: list[int]) -> list[tuple[Modality | None, int]]:
         """Each item's place in the prompt: the n-th image is the n-th image placeholder, and so on."""
-        items = [
-            Modality(part["type"])
-            for message in chat.messages
-            if isinstance(content := message.get("content"), list)
-            for part in content
-            if part["type"] != "text"
-        ]
-        places: dict[Modality, list[int]] = {modality: [] for modality in Modality}
+        places: dict[Modality | None, list[int]] = {modality: [] for modality in (*Modality, None)}
         for index, token_id in enumerate(token_ids):
-            if modality := self._modality_of.get(token_id):
-                places[modality].append(index)
+            if token_id in self._modality_of:
+                places[self._modality_of[token_id]].append(index)
         for modality, count in Counter(items).items():
             if len(places[modality]) != count:
                 raise InvalidRequest(
-                    f"The request has {count} {modality} item(s), but the model's chat template made"
-                    f" {len(places[modality])} place(s) for them."
+                    f"The request has {count} {modality or _EMBEDDED} item(s), but the model's chat template"
+                    f" made {len(places[modality])} place(s) for them."
                 )
         if len(items) != sum(map(len, places.values())):
             raise InvalidRequest("The model's chat template made places for media that were not sent.")
         iterators = {modality: iter(indices) for modality, indices in places.items()}
         return [(modality, next(iterators[modality])) for modality in items]
+
+
+def _items(chat: Chat) -> list[Modality | None]:
+    return [
+        None if part["type"] == _EMBEDDED else Modality(part["type"])
+        for message in chat.messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if part["type"] != "text"
+    ]
+
+
+_EMBEDDED = "prompt"  # type of a part that is embeddings in the place of text
+_PROMPT = "<|headrace_prompt_embeds|>"
+
+
+def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with embedded text as a text part; what users typed has been marked before."""
+    content = message.get("content")
+    if isinstance(content, list):
+        place = {"type": "text", "text": _PROMPT}
+        content = [place if part["type"] == _EMBEDDED else part for part in content]
+    return {**message, "content": content}
 
 
 def _is_text(parts: list[dict[str, Any]]) -> bool:
@@ -204,6 +276,14 @@ def _as_parts(texts: list[str]) -> list[dict[str, str]]:
 # A conversation that each role fits into, for templates that insist on turns.
 _AROUND = {"system": ("system", "user"), "user": ("user",), "assistant": ("user", "assistant")}
 _PROBES = ("probe one", "probe two")
+
+
+def _placeholder_pattern(prompting: Prompting) -> re.Pattern[str]:
+    """Matches the placeholders that the template wrote, not those that a user typed, which are marked."""
+    from transformers.utils.chat_template_utils import _CONTROL_TOKEN_START
+
+    tokens = [f"(?P<{m}>{re.escape(token)})" for m, token in prompting.placeholders.items()]
+    return re.compile(f"(?<!{_CONTROL_TOKEN_START})(?:{'|'.join(tokens) or '(?!)'})")
 
 
 def _control_tokens(prompting: Prompting) -> re.Pattern[str]:

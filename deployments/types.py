@@ -17,17 +17,26 @@ class Modality(StrEnum):
 
 Arrays = dict[str, npt.NDArray[Any]]
 
+# Plain text that a processor puts right before and after an item's tokens. It grows together with the text
+# around it, so it is encoded with the prompt.
+Edges = tuple[str, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:
     """Named arrays on their way between processes, opaque to whoever only passes them on.
 
-    Exactly one of `inline` and `ref` is set; see `deployments.payload` for packing and unpacking.
+    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
+    `deployments.payload` for packing and unpacking.
     """
 
     nbytes: int  # bytes of all arrays together
     inline: bytes | None = None  # pickled Arrays, for small ones
     ref: Any = None  # ray.ObjectRef of Arrays, for large ones
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.inline is None and self.ref is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,7 @@ class MediaSource:
     kind: Literal["url", "data"]
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
-    payload: Payload | None = None  # kind "data": {"data": uint8[n]}, what follows the comma, still encoded
+    payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ class MediaOptions:
     max_duration: float | None = None  # s; by `fps`, a longer video gets no more frames than one so long
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
+    decode_again: bool = True  # the arrays are wanted of what was decoded before, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +83,45 @@ class Media:
     cached: bool = False
 
 
+# Features with the seconds of a step of a video's grid, as families call them; clients may use either.
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedsForm:
+    """How embeddings that a client sends take the place of an item of one modality, or of a piece of text."""
+
+    token_id: int  # one for each embedding
+    before: list[tuple[int, int]] = field(default_factory=list)  # what the family puts around them in the
+    after: list[tuple[int, int]] = field(default_factory=list)  # prompt, as (token id, count)
+    token_types: dict[str, int] = field(default_factory=dict)  # of per-token features: their value
+    grid: str = ""  # name of the feature (t, h, w) that the model derives positions from; empty: none
+    merge: int = 1  # so many cells of the grid's height, and of its width, are one embedding
+    edges: Edges = ("", "")
+    seconds: str = ""  # the one of SECONDS that the model takes; empty: none
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingSource:
-    """One item's embedding as the client sent it."""
+    """One item's embeddings as the client sent them, by its names and in its order.
 
-    modality: Modality | None  # None: prompt embeddings
-    payload: Payload  # {"data": uint8[n]}: base64 of a torch.save, safetensors or npy file
-    hidden_size: int | None = None  # what the model needs; None where it does not say
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """One verified embedding.
-
-    Array of the payload: {"embeds": [num_tokens, hidden_size]} of `dtype`, bfloat16 as its bits in uint16.
+    For a name there is the base64 of a torch.save, safetensors or npy file, in pieces (uint8[n] each, see
+    `deployments.payload.unpack_pieces`), or plain numbers, int64 or float64.
     """
 
-    modality: Modality | None
-    digest: str  # hex blake3 over dtype, shape and values
-    num_tokens: int
-    hidden_size: int
-    dtype: str  # "float16", "bfloat16" or "float32"
-    payload: Payload
-    num_bytes: int  # size as sent, in base64
-    service_ms: float = 0.0
+    modality: Modality | None  # None: prompt embeddings
+    sent: dict[str, list[Payload] | npt.NDArray[Any]]
+    form: EmbedsForm
+    hidden_size: int  # the model's
+
+    @property
+    def name(self) -> str:
+        return embeds_name(self.modality)
+
+
+def embeds_name(modality: Modality | None) -> str:
+    """Of an item's embeddings: in requests, and among the arrays of its features."""
+    return f"{modality or 'prompt'}_embeds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +129,21 @@ class MMFeatures:
     """One item as the model takes it.
 
     Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
-    `image_grid_thw`, ...), but for the token ids, which are in `replacement`.
+    `image_grid_thw`, ...), but for the token ids, which are in `replacement`. Of an item that was sent as
+    embeddings: `embeds_name` [num_tokens, hidden size], bfloat16 as its bits in uint16, and the like of
+    `image_grid_thw`.
     """
 
-    modality: Modality
-    digest: str
+    modality: Modality | None  # None: prompt embeddings
+    digest: str  # hex blake3 over all that shaped the features: the media, the processor, its settings
     num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
     replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
     payload: Payload
     shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name)
     service_ms: float = 0.0
     cached: bool = False
+    edges: Edges = ("", "")
+    family: str = ""  # class of the processor: how features of several items join
 
     @property
     def length(self) -> int:
@@ -123,8 +152,19 @@ class MMFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class MMBatch:
+    """Items that were processed in one call, in their order."""
+
+    features: list[MMFeatures]
+    service_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation for the chat template; media parts are {"type": "image" | "audio" | "video"}."""
+    """A conversation for the chat template.
+
+    Media parts are {"type": "image" | "audio" | "video"}, embeddings in the place of text {"type": "prompt"}.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
@@ -135,7 +175,14 @@ class Prompt:
     """Token ids of a rendered chat, with one placeholder token per item."""
 
     token_ids: list[int]
-    placeholders: list[tuple[Modality, int]]  # in item order: the item's modality and its index in token_ids
+    placeholders: list[tuple[Modality | None, int]]  # in item order: its modality, and its index in token_ids
+    service_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    tokens: list[str] = field(default_factory=list)  # each as the vocabulary has it, where they are wanted
     service_ms: float = 0.0
 
 
@@ -189,6 +236,7 @@ class TokenizerSpec:
     tokenizer_json: str  # loads with tokenizers.Tokenizer.from_str: the ingress detokenizes with it
     special_token_ids: list[int] = field(default_factory=list)  # left out of the text
     max_token_length: int = 1  # characters; bytes, for a tokenizer of bytes
+    plain_token_id: int = 0  # of any token of plain text: stands in `token_ids` for embedded text
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +245,16 @@ class InputSpec:
 
     modalities: list[Modality]
     options: MediaOptions
+    # What a request may set of the processor, by name, and the largest value; None for what is on or off.
+    settings: dict[str, int | None] = field(default_factory=dict)
+    together: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
+    embeds: dict[Modality, EmbedsForm] = field(default_factory=dict)  # of the modalities that can be embedded
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     max_model_len: int  # tokens of prompt and answer together
+    hidden_size: int | None = None  # of its embeddings; None: it needs more of its inputs than embeddings
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
     device: str = "cpu"
     dtype: str = "float32"

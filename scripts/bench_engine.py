@@ -127,7 +127,7 @@ async def repeated_image(model: Any) -> None:
 
 async def soak(model: Any, minutes: float) -> None:
     """Text and images, of which some leave early and some break; every request must come to an end."""
-    limits = Limits(max_running=32, max_waiting=8, kv_cache_bytes=4 * 2**20, encoder_cache_bytes=2**20)
+    limits = Limits(max_running=32, max_waiting=8, kv_cache_bytes=16 * 2**20, encoder_cache_bytes=2**20)
     outcomes = dict.fromkeys(("finished", "left", "refused", "broke"), 0)
     numbers = count()
     end = time.perf_counter() + 60 * minutes

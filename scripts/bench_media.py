@@ -34,7 +34,7 @@ from aiohttp import web
 from PIL import Image, ImageOps
 
 from deployments.media import MediaConfig, MediaLoader
-from deployments.payload import pack
+from deployments.payload import pack_pieces
 from deployments.pool import WorkPool
 from deployments.types import Arrays, MediaOptions, MediaSource, Modality, Payload
 
@@ -97,9 +97,8 @@ def files() -> list[File]:
 
 
 async def compare(file: File, loader: MediaLoader, pool: WorkPool, n: int) -> None:
-    encoded = np.frombuffer(base64.b64encode(file.data), np.uint8)
-    payload = await pack({"data": encoded})
-    source = MediaSource(file.modality, "data", header="x/y;base64", payload=payload)
+    payload = await pack_pieces([base64.b64encode(file.data)])
+    source = MediaSource(file.modality, "data", header="x/y;base64", payloads=[payload])
     bare = BARE[file.modality]
     kept = _Kept()
     loads, bares = [], []
@@ -109,7 +108,7 @@ async def compare(file: File, loader: MediaLoader, pool: WorkPool, n: int) -> No
             expected, ms = await pool.run(bare, file.data)
             bares.append(ms)
             (loaded,) = kept.arrays.values()
-            assert loaded.shape == expected.shape, f"{file.name}: {loaded.shape}, {expected.shape}"
+            assert np.array_equal(loaded, expected), f"{file.name} is not decoded as by the bare library"
     load_ms, bare_ms = median(loads), median(bares)
     ratio, more = load_ms / bare_ms, load_ms - bare_ms
     if file.goal_ms is None:

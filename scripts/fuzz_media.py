@@ -149,7 +149,7 @@ Target = Callable[[random.Random, list[bytes]], None]
 
 
 def fuzz_image(rng: random.Random, sources: list[bytes]) -> None:
-    limits = ImageLimits(IMAGES.max_pixels, (rng.randrange(256), 0, 255))
+    limits = ImageLimits(IMAGES.max_pixels, background=(rng.randrange(256), 0, 255))
     decoded = image.decode(mutated(rng, sources), limits)
     pixels = decoded.arrays["pixels"]
     assert pixels.dtype == np.uint8
@@ -203,7 +203,7 @@ def fuzz_data_uri(rng: random.Random, sources: list[bytes]) -> None:
     intact = rng.random() < 0.3
     sent = encoded if intact else mutated(rng, [encoded, *sources])
     limit = rng.choice([1, 100, 10**6])
-    decoded = data_uri.decode(header, np.frombuffer(sent, np.uint8), limit)
+    decoded = data_uri.decode(header, [np.frombuffer(sent, np.uint8)], limit)
     assert 0 < len(decoded) <= limit
     assert not intact or decoded == plain
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -76,7 +77,7 @@ def main() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    threading.Thread(target=announce, args=(server, url), daemon=True).start()
+    threading.Thread(target=announce, args=(server, url, stop), daemon=True).start()
     assert server.stdout is not None
     # Once it stops, the stages' complaints about each other's absence are of no use to anybody.
     relay((line for line in server.stdout if args.verbose or not stopping.is_set()), args.verbose, stop)
@@ -130,16 +131,36 @@ def wrong_settings(config: dict[str, Any]) -> str | None:
     return None
 
 
-def announce(server: subprocess.Popen[str], url: str) -> None:
+def announce(server: subprocess.Popen[str], url: str, give_up: Callable[[], object]) -> None:
+    from app.auth import ENVIRONMENT
+
     start = time.monotonic()
     while server.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
-                seconds = time.monotonic() - start
-                print(f"Headrace is ready at {url} after {seconds:.0f} s. Ctrl-C stops it.", flush=True)
-                return
+                break
         except OSError:
             time.sleep(0.2)
+    else:
+        return
+    if ENVIRONMENT in os.environ and open_to_all(url):
+        print(
+            f"Headrace cannot start: {ENVIRONMENT} did not reach the Ray cluster, which ran before.",
+            file=sys.stderr,
+        )
+        give_up()
+    else:
+        seconds = time.monotonic() - start
+        print(f"Headrace is ready at {url} after {seconds:.0f} s. Ctrl-C stops it.", flush=True)
+
+
+def open_to_all(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/version", timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code != 401
 
 
 def relay(lines: Iterable[str], verbose: bool, give_up: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,10 @@ from aiohttp import web
 from run_server import SERVE_PORTS
 
 ROOT = Path(__file__).parent.parent
+MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
+IDLE_S = 2  # of a client in the middle of its body
 
 
 @dataclass
@@ -37,7 +39,16 @@ class Server:
 
     @classmethod
     @contextmanager
-    def start(cls, folder: Path) -> Iterator[Server]:
+    def start(
+        cls,
+        folder: Path,
+        change: Callable[[dict[str, Any]], object] = lambda config: None,
+        env: Mapping[str, str] | None = None,
+    ) -> Iterator[Server]:
+        """On `serve_config.yaml` with ports of its own and whatever else `change` does to it.
+
+        `env`: variables beside this process's own.
+        """
         port, *others = free_ports(1 + len(SERVE_PORTS))
         # A port's number and the hundred after it, for the replicas of the ingress.
         own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
@@ -45,9 +56,16 @@ class Server:
         config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
         application = config["applications"][0]
         config["http_options"]["port"] = port
-        for env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
-            env["env_vars"] |= own
-        application["args"]["media"] = {"allowed_private_networks": ["127.0.0.0/8"]}
+        for runtime_env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
+            runtime_env["env_vars"] |= own
+        application["args"] |= {
+            # One address of loopback and no other: the rest is as forbidden as it is by default.
+            "media": {"allowed_private_networks": [f"{MEDIA_HOST}/32"]},
+            "body_idle_timeout_s": IDLE_S,
+            "enable_mm_embeds": True,
+            "enable_prompt_embeds": True,
+        }
+        change(config)
         path = folder / "serve_config.yaml"
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
@@ -55,10 +73,16 @@ class Server:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
             cwd=ROOT,
-            env={**os.environ, "RAY_ADDRESS": "local", "RAY_worker_niceness": "0", **dict([mark.split("=")])},
+            env={
+                **os.environ,
+                "RAY_ADDRESS": "local",
+                "RAY_worker_niceness": "0",
+                **dict([mark.split("=")]),
+                **(env or {}),
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # and no session of its own: where Linux groups those, each has half of the CPUs
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -90,10 +114,44 @@ class Server:
         files = (self.logs / "serve").glob(f"replica_headrace_{stage}_*.log")
         return [line for file in files for line in file.read_text().splitlines() if request_id in line]
 
+    @contextmanager
+    def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:
+        """A call that tells how many objects the cluster's store holds, and their bytes."""
+        command = [sys.executable, "-c", _STORE, argument(self.mark, "--gcs-address=")]
+        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as local clusters have it
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+
+            def ask() -> tuple[int, int]:
+                print(file=process.stdin, flush=True)
+                count, num_bytes = process.stdout.readline().split()
+                return int(count), int(num_bytes)
+
+            yield ask
+            process.stdin.close()
+
     def replicas(self, stage: str) -> list[int]:
         """Process ids of the stage's replicas; of this server's alone."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
+
+    def own_bytes(self, stage: str) -> int:
+        """Memory of the stage's replica without what it shares, such as the object store."""
+        (pid,) = self.replicas(stage)
+        return int(read(f"/proc/{pid}/status").partition("RssAnon:")[2].split()[0]) * 1024
+
+
+_STORE = """
+import sys, ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+for _ in sys.stdin:
+    stats = get_memory_info_reply(get_state_from_address(sys.argv[1])).store_stats
+    print(stats.num_local_objects, stats.object_store_bytes_used, flush=True)
+"""
 
 
 @dataclass
@@ -156,12 +214,16 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def session_logs(mark: str) -> Path:
-    """Ray's raylet names its session folder in its command line."""
+    return Path(argument(mark, "--session-dir=", "--session_dir=")) / "logs"
+
+
+def argument(mark: str, *names: str) -> str:
+    """Ray's processes name their session's folder and address in their command lines."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
-            if word.startswith(("--session-dir=", "--session_dir=")):
-                return Path(word.partition("=")[2]) / "logs"
-    raise AssertionError("the server has no Ray session")
+            if word.startswith(names):
+                return word.partition("=")[2]
+    raise AssertionError(f"the server has no process with {names}")
 
 
 class MediaServer:
@@ -178,7 +240,9 @@ class MediaServer:
         self.asked.append(request.path)
         try:
             if handler := self.handlers.get(request.path):
-                await handler(request)
+                response: web.StreamResponse | None = await handler(request)
+                if response:
+                    return response
         except asyncio.CancelledError:
             self.left.append(request.path)
             raise
@@ -192,9 +256,9 @@ class MediaServer:
         app.router.add_get("/{path:.*}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, MEDIA_HOST, 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http://{MEDIA_HOST}:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

@@ -1,4 +1,4 @@
-"""The running server that the tests marked `cluster` share, and helpers to look inside it."""
+"""The running server that the tests marked `cluster` share, and a browser to look at it with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import Server
+from webdriver import DRIVER, Browser
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch, as in the stages: with several, the last bit depends on how much is computed at once."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server.start(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    if DRIVER is None:
+        pytest.skip("no chromedriver: install Debian's packages chromium and chromium-driver")
+    with Browser.start() as running:
         yield running

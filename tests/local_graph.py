@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from app.api import ApiSettings, create_app
 from app.config import AppConfig
 from app.pipeline import Pipeline, Stages
+from deployments.embeddings import EmbeddingLoader
 from deployments.media import MediaLoader
 from deployments.model import Model
 from deployments.preprocess import MMPreprocessor
@@ -20,9 +21,11 @@ from deployments.tokenizer import Tokenizer
 
 class LocalGraph:
     def __init__(self, config: AppConfig) -> None:
+        self.config = config
         self.settings: ApiSettings = config.api
         self.tokenizer = local(Tokenizer, config.tokenizer)
         self.media = local(MediaLoader, config.media)
+        self.embeddings = local(EmbeddingLoader, config.embeddings)
         self.preprocessor = local(MMPreprocessor, config.preprocess)
         self.model = local(Model, config.engine)
 
@@ -36,6 +39,7 @@ class LocalGraph:
         handles = {
             "tokenizer": self.tokenizer,
             "media": self.media,
+            "embeddings": self.embeddings,
             "preprocessor": self.preprocessor,
             "model": self.model,
         }

@@ -392,6 +392,43 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
     assert response.json()["error"]["code"] == "request_timeout"
 
 
+async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: LocalGraph) -> None:
+    async def stalls() -> AsyncIterator[bytes]:
+        yield b'{"messages"'
+        await asyncio.Event().wait()
+
+    settings = dataclasses.replace(graph.settings, body_idle_timeout_s=0.05)
+    async with await graph.client(settings) as api:
+        response = await api.post(COMPLETIONS, content=stalls())
+    assert response.status_code == 408
+    assert response.headers["connection"] == "close"  # the rest of the body would be taken for a request
+
+
+async def test_bodies_beyond_what_may_be_in_flight_are_told_to_come_again(graph: LocalGraph) -> None:
+    is_held, may_end = asyncio.Event(), asyncio.Event()
+
+    async def held() -> AsyncIterator[bytes]:
+        yield b"{" + b" " * 700
+        is_held.set()
+        await may_end.wait()
+        yield b"}"
+
+    settings = dataclasses.replace(graph.settings, max_inflight_body_bytes=1000)
+    async with await graph.client(settings) as api:
+        first = asyncio.create_task(api.post(COMPLETIONS, content=held()))
+        await is_held.wait()
+        small, large = chat("hello", max_tokens=1), chat("x" * 300)
+        refused = await api.post(COMPLETIONS, json=large)
+        assert (await api.post(COMPLETIONS, json=small)).status_code == 200
+        may_end.set()
+        assert (await first).status_code == 400
+        assert (await api.post(COMPLETIONS, json=large)).status_code == 200
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert refused.headers["connection"] == "close"
+    assert refused.json()["error"]["code"] == "overloaded"
+
+
 async def test_text_that_can_not_fit_is_not_even_encoded(graph: LocalGraph) -> None:
     async with await graph.client(tokenizer=local(Breaks, 0, ServingError("not to be called"))) as api:
         response = await api.post(COMPLETIONS, json=chat("hello world " * 50_000))
@@ -406,3 +443,40 @@ async def test_load_balancers_may_ask_for_the_head_alone(api: httpx.AsyncClient)
 
 async def test_a_wrong_method_is_told_the_right_one(api: httpx.AsyncClient) -> None:
     assert (await api.get(COMPLETIONS)).headers["allow"] == "POST"
+
+
+async def test_a_text_to_tokens_and_back(api: httpx.AsyncClient) -> None:
+    text = "<|im_start|>user\nwhat is this?<|im_end|>"
+    answer = (await api.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["token_strs"][0] == "<|im_start|>"
+    assert answer["max_model_len"] == 4096
+    back = await api.post("/detokenize", json={"tokens": answer["tokens"], "model": "tiny-omni"})
+    assert back.json() == {"prompt": text}
+
+
+async def test_a_conversation_to_the_tokens_that_the_model_gets(api: httpx.AsyncClient) -> None:
+    request = chat(png(), "what is this?")
+    tokens = (await api.post("/tokenize", json=request)).json()
+    rendered = (await api.post(f"{COMPLETIONS}/render", json=request)).json()
+    assert tokens["tokens"] == rendered["prompt_token_ids"]
+    assert tokens["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "hi", "model": "gpt-7"}, 404, "model"),
+        ("/tokenize", {"prompt": "a" * 900_000}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
+    ],
+)
+async def test_what_can_not_be_tokenized_is_named(
+    api: httpx.AsyncClient, path: str, body: dict[str, object], status: int, param: str
+) -> None:
+    answer = await api.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

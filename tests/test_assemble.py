@@ -11,6 +11,7 @@ from tiny_models import (
     MODELS,
     OMNI,
     accepts,
+    assembled,
     audio,
     chat,
     engine_item,
@@ -25,16 +26,16 @@ from tiny_models import (
 from deployments.errors import ServingError
 from deployments.types import Arrays, Chat, Media
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def assert_joint(model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]]) -> None:
     import torch
 
-    from deployments.engine.assemble import assemble
-
-    prompt = tokenizer(model).encode(conversation)
-    ours = assemble(prompt, [engine_item(model, *item) for item in items], accepts(model), torch.float32)
+    ours = assembled(model, conversation, items, accepts(model))
     theirs = joint_call(model, conversation, items)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():

@@ -10,10 +10,12 @@ import av
 import numpy as np
 import pytest
 import soundfile
+import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
+from deployments.multimodal import audio
 from deployments.multimodal.audio import AudioLimits, decode
 from deployments.multimodal.decoding import DecodingCancelled
 
@@ -177,6 +179,28 @@ def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
         decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
 
 
+@pytest.mark.parametrize("channels", [2, 3])
+def test_infinities_of_both_signs_and_sums_past_the_largest_float_are_refused(channels: int) -> None:
+    for first, second in ((np.inf, -np.inf), (3e38, 3e38)):
+        samples = np.zeros((100, channels), np.float32)
+        samples[50, :2] = first, second
+        with pytest.raises(InvalidMedia, match=r"not finite|far outside"):
+            decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
+
+
+@pytest.mark.parametrize("value", [1e300, np.nan, -np.inf])
+def test_floats_that_only_ffmpeg_reads_are_held_to_the_same(value: float) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream("pcm_f64le", rate=8000, layout="mono")
+        frame = av.AudioFrame(format="dbl", layout="mono", samples=100)
+        frame.planes[0].update(np.full(frame.planes[0].buffer_size // 8, value).tobytes())
+        frame.sample_rate = 8000
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    with pytest.raises(InvalidMedia, match="not finite"):
+        decode(file.getvalue(), 8000, LIMITS)
+
+
 def test_the_limit_on_seconds_is_exact() -> None:
     data = encode(tone(0.5, 8000), 8000)
     decode(data, 8000, AudioLimits(max_seconds=0.5))
@@ -289,3 +313,35 @@ def test_samples_far_outside_of_full_scale_are_refused() -> None:
     soundfile.write(buffer, np.full(1600, 1e20, np.float32), 16000, "FLOAT", format="WAV")
     with pytest.raises(InvalidMedia, match="far outside of -1 to 1"):
         decode(buffer.getvalue(), 16000, AudioLimits())
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(44100, 16000), (8000, 48000), (1000, 16000), (16000, 16000)])
+@pytest.mark.parametrize("channels", [1, 2, 3])
+def test_block_by_block_gives_what_all_at_once_gives(
+    rate: int, wanted: int, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audio, "_BLOCK_SAMPLES", 1000)
+    samples = np.random.default_rng(0).uniform(-1, 1, (7 * 997, channels)).astype(np.float32)
+    mono = samples.mean(axis=1, dtype=np.float32)
+    expected = mono if rate == wanted else soxr.resample(mono, rate, wanted)
+    decoded = decode(encode(samples, rate, subtype="FLOAT"), wanted, LIMITS)
+    assert np.array_equal(decoded.arrays["samples"], expected)
+
+
+def test_the_limit_in_bytes_counts_what_resampling_makes() -> None:
+    data = encode(tone(1.0, 8000), 8000)
+    decode(data, 48000, AudioLimits(max_decoded_bytes=4 * 48000))
+    with pytest.raises(MediaTooLarge, match="more than the limit of 191999 bytes"):
+        decode(data, 48000, AudioLimits(max_decoded_bytes=4 * 48000 - 1))
+
+
+def test_a_packet_as_large_as_the_file_is_counted_before_it_is_converted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = encode_av(tone(2.0, 8000), 8000, "matroska", "pcm_u8")
+    whole = decode(data, 8000, LIMITS).arrays["samples"]
+    monkeypatch.setattr(audio, "_BLOCK_SAMPLES", 100)
+    assert np.array_equal(decode(data, 8000, LIMITS).arrays["samples"], whole)
+    monkeypatch.setattr(audio, "_blocks", None)
+    with pytest.raises(MediaTooLarge, match="more than the limit of 100 bytes"):
+        decode(data, 8000, AudioLimits(max_decoded_bytes=100))

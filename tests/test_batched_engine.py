@@ -208,7 +208,10 @@ async def test_ready_embeddings_take_the_place_of_an_item() -> None:
     pixels = torch.from_numpy(item.arrays["pixel_values"])
     with torch.no_grad():
         (embeds,) = chosen.model.model.get_image_features(pixels, return_dict=True).pooler_output
-    ready = replace(item, arrays={"embeds": embeds.numpy()})
+    shapes = {"image_embeds": (tuple(embeds.shape), "float32")}
+    ready = replace(
+        item, arrays={"image_embeds": embeds.numpy()}, features=replace(item.features, shapes=shapes)
+    )
     prompt = batched_families.prompt(1, [item])
     with running(chosen.model) as engine:
         assert await answer(engine, prompt, [ready]) == generated(chosen, prompt, [item])

@@ -25,7 +25,7 @@ import numpy as np
 import pillow_heif
 import pytest
 import soundfile
-from cluster import ROOT, Answer, Server, chat, media, read, wait_until
+from cluster import MEDIA_HOST, ROOT, Answer, Server, chat, media, read, wait_until
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -188,7 +188,7 @@ class Host:
 
 
 @contextmanager
-def hosting(address: str = "127.0.0.1") -> Iterator[Host]:
+def hosting(address: str = MEDIA_HOST) -> Iterator[Host]:
     host = Host()
 
     class Handler(BaseHTTPRequestHandler):

@@ -4,7 +4,7 @@ import pytest
 
 from app.chat import Item, Usage, check_short, media_options, parse_chat, sampling_params
 from app.intake import LongString
-from app.protocol import parse_chat_request
+from app.protocol import MediaIOKwargs, parse_chat_request
 from deployments.errors import InvalidRequest
 from deployments.types import MediaOptions, Modality, ModelSpec, SamplingParams
 
@@ -56,6 +56,47 @@ def test_a_long_data_uri_stays_out_of_line() -> None:
     assert (item.header, item.data.join(), item.num_bytes) == ("image/png;base64", b"QUJDREVG", 8)
 
 
+def test_embeddings_stay_as_they_came() -> None:
+    moved = LongString((b"QU", b"JD"))
+    tensors = {"image_grid_thw": [1, 2, 2], "x": "QQ==", "image_embeds": "token"}
+    image_part = {"type": "image_embeds", "image_embeds": tensors, "uuid": "me"}
+    result = parsed(["a", {"type": "prompt_embeds", "data": "QUJD"}, image_part], strings={"token": moved})
+    assert result.items == [
+        Item("messages[0].content[1]", None, "embeds", tensors={"prompt_embeds": b"QUJD"}),
+        Item(
+            "messages[0].content[2]",
+            Modality.IMAGE,
+            "embeds",
+            tensors={"image_grid_thw": [1, 2, 2], "x": b"QQ==", "image_embeds": moved},
+            uuid="me",
+        ),
+    ]
+    assert [item.num_bytes for item in result.items] == [4, 8]
+    assert result.chat.messages[0]["content"][1:] == [{"type": "prompt"}, {"type": "image"}]
+
+
+def test_embeddings_count_as_items_of_their_modality() -> None:
+    embeds = {"image_embeds": "QQ=="}
+    with pytest.raises(InvalidRequest, match="has 2 image items; the limit is 1") as caught:
+        parsed([image("https://h/1"), embeds], limits={Modality.IMAGE: 1})
+    assert caught.value.param == "messages[0].content[1]"
+    parsed([{"prompt_embeds": "QQ=="}, embeds], limits={Modality.IMAGE: 1})
+
+
+def test_what_is_switched_off_names_its_setting() -> None:
+    document = {"messages": [{"role": "user", "content": ["a", {"image_embeds": "QQ=="}]}]}
+    with pytest.raises(
+        InvalidRequest, match=r"image_embeds parts are switched off .*enable_mm_embeds"
+    ) as caught:
+        parse_chat(parse_chat_request(document), {}, off={"image_embeds": "enable_mm_embeds"})
+    assert caught.value.param == "messages[0].content[1]"
+
+
+def test_a_long_uuid_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="uuid is too long"):
+        parsed([image("https://h/1") | {"uuid": "token"}], strings={"token": LongString((b"x",))})
+
+
 def test_input_audio_carries_its_format() -> None:
     (item,) = parsed([{"input_audio": {"data": "QUJD", "format": "mp3"}}]).items
     assert (item.modality, item.header, item.data) == (Modality.AUDIO, "audio/mp3;base64", b"QUJD")
@@ -102,7 +143,7 @@ def test_a_data_uri_without_comma_is_refused() -> None:
         parsed([image("data:image/png;base64")])
 
 
-SPEC = ModelSpec(4096, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, vocab_size=500)
+SPEC = ModelSpec(4096, default_sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 20}, vocab_size=500)
 SILENT = SamplingParams(100, temperature=0.7, top_p=0.9, top_k=20)
 
 
@@ -183,7 +224,6 @@ DEFAULTS = MediaOptions(sampling_rate=8000, num_frames=8)
     ("fields", "expected"),
     [
         ({}, DEFAULTS),
-        ({"previews": True}, MediaOptions(8000, 8, previews=True)),
         ({"media_io_kwargs": {"video": {"num_frames": 4}}}, MediaOptions(8000, 4)),
         ({"media_io_kwargs": {"video": {"num_frames": -1}}}, MediaOptions(8000, None)),
         ({"media_io_kwargs": {"video": {"fps": 2}}}, MediaOptions(8000, None, 2)),
@@ -200,4 +240,55 @@ def test_what_a_request_says_of_decoding_takes_the_place_of_defaults(
     fields: dict[str, object], expected: MediaOptions
 ) -> None:
     request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
-    assert media_options(request, DEFAULTS) == expected
+    assert media_options(request.media_io_kwargs, DEFAULTS) == expected
+
+
+def test_a_request_may_say_otherwise_than_the_server() -> None:
+    server = MediaIOKwargs.model_validate(
+        {"image": {"rgba_background_color": [0, 0, 0]}, "video": {"fps": 1, "max_duration": 9}}
+    )
+    defaults = media_options(server, DEFAULTS)
+    assert defaults == MediaOptions(8000, None, 1, 9, background=(0, 0, 0))
+    own = MediaIOKwargs.model_validate(
+        {"image": {"rgba_background_color": [1, 2, 3]}, "video": {"num_frames": 4}}
+    )
+    assert media_options(own, defaults) == MediaOptions(8000, 4, None, 9, background=(1, 2, 3))
+
+
+def test_names_reach_the_template_and_count_as_text() -> None:
+    result = parsed({"role": "user", "name": "Zoë", "content": "hi"}, {"role": "user", "content": "ho"})
+    assert [message.get("name") for message in result.chat.messages] == ["Zoë", None]
+    assert result.num_text_bytes == len("Zoë".encode()) + 4
+
+
+def test_settings_of_the_processor_travel_with_the_chat() -> None:
+    kwargs = {"max_pixels": 1024, "do_pan_and_scan": False, "min_pixels": None, "fps": 2}
+    request = parse_chat_request(
+        {"messages": [{"role": "user", "content": "hi"}], "mm_processor_kwargs": kwargs}
+    )
+    assert parse_chat(request, {}).settings == {"max_pixels": 1024, "do_pan_and_scan": False}
+
+
+@pytest.mark.parametrize(
+    ("io", "kwargs", "expected"),
+    [
+        ({}, {"fps": 1.5}, (None, 1.5)),
+        ({}, {"num_frames": 7}, (7, None)),
+        ({}, {"num_frames": 7, "fps": 1}, (7, 1)),
+        ({"fps": 3}, {"num_frames": 7}, (None, 3)),
+        ({"num_frames": -1}, {"num_frames": 7}, (None, None)),
+        ({}, {"max_pixels": 100}, (8, None)),
+    ],
+)
+def test_frames_are_chosen_by_either_field(
+    io: dict[str, object], kwargs: dict[str, object], expected: tuple[int | None, float | None]
+) -> None:
+    request = parse_chat_request(
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "media_io_kwargs": {"video": io},
+            "mm_processor_kwargs": kwargs,
+        }
+    )
+    options = media_options(request.media_io_kwargs, MediaOptions(num_frames=8), request.mm_processor_kwargs)
+    assert (options.num_frames, options.fps) == expected

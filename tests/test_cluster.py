@@ -18,8 +18,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 import soundfile
-from cluster import MediaServer, Server, chat, media, media_server, wait_until
+from aiohttp import web
+from cluster import IDLE_S, MediaServer, Server, chat, media, media_server, wait_until
 from PIL import Image
+from test_fetch import targets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -241,6 +243,46 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> N
         assert b" 413 " in connection.recv(1000)
 
 
+def test_a_client_that_stalls_in_its_body_is_told_so(server: Server) -> None:
+    start = time.monotonic()
+    with connect(server, reused=False) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(1000)
+    assert IDLE_S <= time.monotonic() - start < IDLE_S + 5
+
+
+LARGE = 40 * 2**20  # bytes; several segments
+
+
+def large_body() -> bytes:
+    url = "data:image/png;base64," + base64.b64encode(os.urandom(LARGE)).decode()
+    return json.dumps(chat(media("image", url))).encode()
+
+
+def begin(server: Server, body: bytes, num_bytes: int) -> None:
+    """Sends that much of the body and leaves."""
+    with connect(server, reused=False) as connection:
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        )
+        connection.sendall(body[:num_bytes])
+
+
+def test_nothing_stays_of_large_bodies_that_are_refused_or_whose_client_leaves(server: Server) -> None:
+    body = large_body()
+    assert server.post(COMPLETIONS, body).status == 415  # the first time loads what it needs
+    before = {stage: server.own_bytes(stage) for stage in ("Ingress", "MediaLoader")}
+    with server.object_store() as store:
+        idle = store()
+        for _ in range(3):
+            assert server.post(COMPLETIONS, body).status == 415
+            begin(server, body, len(body) // 2)
+            begin(server, body, len(body))
+        wait_until(lambda: store() <= idle, 30, lambda: f"{store()}, {idle} before")
+    grown = {stage: server.own_bytes(stage) - size for stage, size in before.items()}
+    assert all(size < 64 * 2**20 for size in grown.values()), grown
+
+
 def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     server: Server, remote: MediaServer
 ) -> None:
@@ -295,3 +337,33 @@ def send(connection: socket.socket, body: object, request_id: str = "", path: st
     if request_id:
         head.append(f"x-request-id: {request_id}")
     connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
+
+
+def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) -> None:
+    """Each spelling by itself, and at the end of a redirect from a host that is allowed."""
+
+    async def redirects(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": urls[int(request.path[1:])]})
+
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        listener.setblocking(False)
+        # A lone surrogate is no JSON, and refused as that.
+        urls = [url for url in targets(listener.getsockname()[1]) if "\ud800" not in url]
+        in_header = [
+            i for i, url in enumerate(urls) if url.isprintable() and url.isascii() and len(url) < 4000
+        ]
+        remote.handlers = {f"/{i}": redirects for i in in_header}
+        assert len(urls) > 120
+        assert len(in_header) > 100
+        for url in [*urls, *(f"{remote.url}/{i}" for i in in_header)]:
+            answer = server.post(RENDER, chat("look:", media("image", url)))
+            message = answer.body["error"]["message"]
+            assert answer.body["error"]["param"] in ITEM_OR_URL, (url, message)
+            # A name that this machine does not know is the one thing that is nobody's fault.
+            assert answer.status in (400, 422) or "cannot be resolved" in message, (url, message)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        assert remote.handlers.keys() <= set(remote.asked)  # each was there to be followed
+
+
+ITEM_OR_URL = ("messages[0].content[1]", "messages[0].content[1].image_url.url")

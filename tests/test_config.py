@@ -88,6 +88,8 @@ def test_the_readme_has_every_setting_with_its_default() -> None:
 def _as_told(default: object) -> str:
     if default is None:
         return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
     if isinstance(default, float):
         return f"{default:g}"
     if isinstance(default, dict):

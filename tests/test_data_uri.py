@@ -1,4 +1,6 @@
 import base64
+from collections.abc import Iterable
+from itertools import pairwise
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 import numpy as np
@@ -14,8 +16,10 @@ DATA = bytes(range(256)) * 3 + b"\xfb\xff"  # its base64 has + and / and padding
 BASE64 = base64.b64encode(DATA)
 
 
-def uri(header: str, data: bytes, max_bytes: int = 1 << 20) -> bytes:
-    return decode(header, np.frombuffer(data, np.uint8), max_bytes)
+def uri(header: str, data: bytes, max_bytes: int = 1 << 20, cuts: Iterable[int] = ()) -> bytes:
+    borders = [0, *sorted(cut for cut in cuts if cut <= len(data)), len(data)]
+    whole = np.frombuffer(data, np.uint8)
+    return decode(header, [whole[start:stop] for start, stop in pairwise(borders)], max_bytes)
 
 
 @pytest.mark.parametrize(
@@ -88,26 +92,49 @@ def test_the_limit_is_exact(header: str, data: bytes) -> None:
 def test_read_only_arrays_are_not_written_to() -> None:
     data = np.frombuffer(b"QUJD-_8=", np.uint8)
     assert not data.flags.writeable
-    assert decode("a/b;base64", data, 100) == base64.b64decode(b"QUJD+/8=")
+    assert decode("a/b;base64", [data], 100) == base64.b64decode(b"QUJD+/8=")
     assert data.tobytes() == b"QUJD-_8="
 
 
-@given(st.binary(min_size=1, max_size=200))
-def test_every_byte_string_survives(data: bytes) -> None:
-    assert uri(";base64", base64.b64encode(data)) == data
-    assert uri("", quote_from_bytes(data, safe="").encode()) == data
+def broken_into_lines(text: bytes) -> bytes:
+    return b"\n".join(text[start : start + 5] for start in range(0, len(text), 5))
 
 
-@given(st.text(max_size=20), st.binary(max_size=100))
-def test_nothing_but_the_declared_errors(header: str, data: bytes) -> None:
+cuts = st.lists(st.integers(0, 300), max_size=8)
+
+
+@given(st.binary(min_size=1, max_size=200), cuts)
+def test_every_byte_string_survives_however_it_is_cut(data: bytes, cuts: list[int]) -> None:
+    text = base64.b64encode(data)
+    for disguised in (text, broken_into_lines(text), text.rstrip(b"="), quote_from_bytes(text, "").encode()):
+        assert uri(";base64", disguised, cuts=cuts) == data
+    assert uri("", quote_from_bytes(data, safe="").encode(), cuts=cuts) == data
+
+
+@given(st.lists(st.sampled_from([b"A", b"/", b"=", b" ", b"%", b"%3d", b"-", b"!"]), max_size=12), cuts)
+def test_where_it_is_cut_makes_no_difference(parts: list[bytes], cuts: list[int]) -> None:
+    text = b"".join(parts)
+    assert outcome(";base64", text, cuts) == outcome(";base64", text, [])
+    assert outcome("", text, cuts) == outcome("", text, [])
+
+
+def outcome(header: str, data: bytes, cuts: list[int]) -> bytes | type[Exception]:
     try:
-        uri(header, data)
+        return uri(header, data, cuts=cuts)
+    except InvalidMedia as error:
+        return type(error)
+
+
+@given(st.text(max_size=20), st.binary(max_size=100), cuts)
+def test_nothing_but_the_declared_errors(header: str, data: bytes, cuts: list[int]) -> None:
+    try:
+        uri(header, data, cuts=cuts)
     except InvalidMedia as error:
         assert len(error.message) > 10  # noqa: PT017
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 def test_percent_signs_at_the_borders_of_slices(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_uri, "_SLICE", 8)
+    monkeypatch.setattr(data_uri.base64, "_SLICE", 8)
     text = b"a" * shift + b"%41b%2542%20" * 5
     assert uri("", text) == unquote_to_bytes(text)

@@ -7,6 +7,7 @@ import struct
 import threading
 import zipfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_text(
     if stopped:
         event.set()
     encoded = np.frombuffer(text, np.uint8)
-    return load_embeds(encoded, max_bytes=max_bytes, hidden_size=hidden_size, stopped=event)
+    return load_embeds([encoded], max_bytes=max_bytes, hidden_size=hidden_size, stopped=event)
 
 
 def torch_file(value: Any) -> bytes:
@@ -268,7 +269,7 @@ def test_a_directory_larger_than_any_tensors_is_not_read() -> None:
         ({"a": {"dtype": "F32", "shape": [1, True], "data_offsets": [0, 4]}}, "does not describe a tensor"),
         ({"a": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 4]}}, "4 bytes are missing"),
         ({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}, "8 bytes are missing"),
-        ({"a": {"dtype": "I64", "shape": [1, 1], "data_offsets": [0, 8]}}, "dtype is I64"),
+        ({"a": {"dtype": "I64", "shape": [1, 1], "data_offsets": [0, 8]}}, "dtype is int64"),
         (b"{]", "not valid JSON"),
         (b"{" + b" " * 2**17, "the limit is 65536"),
     ],
@@ -281,7 +282,7 @@ def test_safetensors_headers_that_are_refused(header: dict[str, Any] | bytes, re
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (npy_file(np.zeros((2, 2), np.int64)), "dtype is <i8"),
+        (npy_file(np.zeros((2, 2), np.int64)), "dtype is int64"),
         (npy_file(np.zeros((2, 2), ">f4")), "dtype is >f4"),
         (npy_file(np.zeros((2, 2), [("a", "f4")])), "header"),
         (npy_file(np.zeros((2, 3), np.float32, order="F")), "Fortran"),
@@ -310,9 +311,18 @@ def test_what_is_not_base64_is_refused(text: bytes) -> None:
 
 
 def test_padding_between_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeds, "_SEGMENT", 4)
-    with pytest.raises(InvalidMedia, match="padding before its end"):
+    monkeypatch.setattr(embeds.base64, "_SLICE", 4)
+    with pytest.raises(InvalidMedia, match="padding at its end alone"):
         load_text(b"AA==AAAA")
+
+
+@given(st.lists(st.integers(0, 1500), max_size=6))
+def test_where_the_text_is_cut_makes_no_difference(cuts: list[int]) -> None:
+    text = np.frombuffer(base64.b64encode(torch_file(TENSOR)), np.uint8)
+    borders = [0, *sorted(min(cut, text.size) for cut in cuts), text.size]
+    pieces = [text[start:stop] for start, stop in pairwise(borders)]
+    result = load_embeds(pieces, max_bytes=2**20, hidden_size=4, stopped=threading.Event())
+    assert torch.equal(as_torch(result), TENSOR)
 
 
 def test_the_size_is_checked_before_anything_is_decoded() -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import io
+import struct
 import threading
 import zlib
 from typing import Any
@@ -9,9 +10,10 @@ import pillow_heif
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms, ImageFile
+from PIL import Image, ImageCms, ImageFile, ImageOps
 
 from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
+from deployments.multimodal import image
 from deployments.multimodal.decoding import DecodingCancelled
 from deployments.multimodal.image import ImageLimits, decode
 
@@ -270,3 +272,94 @@ def test_a_float_image_of_one_value_decodes(value: float) -> None:
     buffer = io.BytesIO()
     Image.fromarray(np.full((4, 4), value, np.float32)).save(buffer, "tiff")
     assert decode(buffer.getvalue(), ImageLimits()).arrays["pixels"].max() == 0
+
+
+def noise(mode: str, width: int = 13, height: int = 11) -> Image.Image:
+    channels = {"L": 1, "RGB": 3, "RGBA": 4, "I;16": 2}[mode]
+    data = np.random.default_rng(0).integers(0, 256, width * height * channels, np.uint8)
+    return Image.frombytes(mode, (width, height), data.tobytes())
+
+
+@pytest.mark.parametrize("tile_pixels", [1, 5, 13, 30, 1000])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_tiles_come_together_upright(
+    orientation: int, tile_pixels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "_TILE_PIXELS", tile_pixels)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(noise("RGB"), "PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(pixels(data), np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    ("picture", "options"),
+    [
+        (noise("RGBA"), {}),
+        (noise("L").convert("P"), {"transparency": 9}),
+        (noise("L").convert("1"), {}),
+        (noise("I;16"), {}),
+        (noise("RGB"), {"transparency": (1, 2, 3)}),
+    ],
+)
+def test_every_mode_is_the_same_by_tiles(
+    picture: Image.Image, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode(picture, "PNG", **options)
+    whole = pixels(data)
+    monkeypatch.setattr(image, "_TILE_PIXELS", 7)
+    assert np.array_equal(pixels(data), whole)
+
+
+def test_black_and_white_of_a_float_image_are_those_of_all_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "_TILE_PIXELS", 2)
+    values = np.array([[0, 250, 500, 750], [1000, 0, 100, 200]], np.float32)
+    data = encode(Image.fromarray(values), "TIFF")
+    assert pixels(data)[:, :, 0].tolist() == [[0, 64, 128, 191], [255, 0, 26, 51]]
+
+
+@pytest.mark.parametrize(
+    ("format", "per_pixel"),
+    [("PNG", 4), ("GIF", 4), ("BMP", 4), ("JPEG", 7), ("MPO", 7), ("TIFF", 7), ("WEBP", 9), ("AVIF", 11)],
+)
+def test_the_limit_in_bytes_is_exact_and_read_from_the_header(format: str, per_pixel: int) -> None:
+    data = encode(corners(), format)
+    needed = 64 * (32 + 2) * per_pixel  # two lines are the decoder's
+    decode(data, ImageLimits(max_decoded_bytes=needed))
+    with pytest.raises(MediaTooLarge, match=rf"at {per_pixel} bytes a pixel .* limit of {needed - 1} bytes"):
+        decode(data, ImageLimits(max_decoded_bytes=needed - 1))
+
+
+def icon(*pictures: tuple[int, bytes]) -> bytes:
+    """Each told to be of the given size."""
+    entries, content = b"", b""
+    for side, data in pictures:
+        start = 6 + 16 * len(pictures) + len(content)
+        entries += struct.pack("<BBBBHHII", side, side, 0, 0, 1, 32, len(data), start)
+        content += data
+    return struct.pack("<HHH", 0, 1, len(pictures)) + entries + content
+
+
+def test_an_icon_is_its_largest_picture() -> None:
+    small, large = (encode(corners(side, side), "ICO", sizes=[(side, side)]) for side in (16, 32))
+    assert pixels(icon((16, small[22:]), (32, large[22:]))).shape == (32, 32, 3)
+    bitmap = encode(corners(32, 32), "ICO", sizes=[(32, 32)], bitmap_format="bmp")
+    assert pixels(bitmap)[4, 4].tolist() == list(RED)
+
+
+@pytest.mark.parametrize("format", ["PNG", "DIB"])
+def test_an_icon_that_hides_a_large_picture_is_refused_before_it_is_decoded(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = bytearray(encode(corners(), format))
+    if format == "DIB":
+        inner[8:12] = struct.pack("<i", 2 * 32)  # an icon's bitmap counts its mask's lines too
+    monkeypatch.setattr(Image, "open", None)
+    with pytest.raises(MediaTooLarge, match="64x32 pixels, more than the limit of 2047"):
+        decode(icon((16, bytes(inner))), ImageLimits(max_pixels=64 * 32 - 1))
+
+
+def test_an_icon_whose_directory_leads_nowhere_is_damaged() -> None:
+    with pytest.raises(InvalidMedia, match="damaged"):
+        decode(struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, 100, 5000), LIMITS)

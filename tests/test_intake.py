@@ -3,17 +3,22 @@ from __future__ import annotations
 import asyncio
 import json
 import string
+import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app import intake
-from app.intake import Body, LongString, Scanner, parse, read_body
-from deployments.errors import InvalidRequest, RequestTimeout, RequestTooLarge
+from app.intake import Body, InFlight, LongString, Scanner, Segment, parse, read_body
+from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
+from deployments.payload import let_go_on_error, unpack_pieces
+from deployments.types import Payload
 
 
 def scan(data: bytes, cuts: list[int] | None = None, threshold: int = 8) -> Body:
@@ -95,6 +100,27 @@ def test_put_back_together_it_is_what_json_reads(document: str, cuts: list[int],
 def test_the_same_byte_by_byte(document: str, threshold: int) -> None:
     body = scan_bytewise(document.encode(), threshold)
     assert put_back(parse(body), body) == json.loads(document)
+
+
+@given(documents, st.lists(st.integers(0, 400), max_size=12), st.integers(12, 40), st.integers(1, 60))
+async def test_the_same_with_long_strings_in_segments(
+    document: str, cuts: list[int], threshold: int, segment_bytes: int
+) -> None:
+    data = document.encode()
+    borders = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    chunks = [data[start:stop] for start, stop in pairwise(borders)]
+    with patch.multiple(intake, SEGMENT_BYTES=segment_bytes, _PIECE=5):
+        body = await read_body(chunks_of(*chunks), max_bytes=10**6, threshold=threshold)
+    whole = {token: LongString((await sent(string),)) for token, string in body.strings.items()}
+    assert {token: len(string) for token, string in body.strings.items()} == {
+        token: len(string) for token, string in whole.items()
+    }
+    assert put_back(parse(body), replace(body, strings=whole)) == json.loads(document)
+
+
+async def sent(string: LongString) -> bytes:
+    """As a stage gets it."""
+    return b"".join(piece.tobytes() for piece in await unpack_pieces(await string.pack()))
 
 
 @given(documents, st.integers(12, 30), st.data())
@@ -301,6 +327,85 @@ async def test_other_tasks_run_between_the_chunks_of_a_queue_that_is_never_empty
     await read_body(chunks_of(*chunks), max_bytes=10**6)
     task.cancel()
     assert turns >= len(chunks)
+
+
+async def test_segments_leave_while_the_rest_still_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "SEGMENT_BYTES", 200_000)
+    chunk = b"A" * 100_000
+    chunks = chunks_of(b'{"a":"data:x/y;base64,' + chunk, *[chunk] * 5, b'"}')
+    body = await read_body(chunks, max_bytes=10**6)
+    (long,) = body.strings.values()
+    assert [type(piece) for piece in long.pieces] == [bytes, Segment, Segment, bytes]
+    assert long.head(9) == b"data:x/y;"
+    assert len(long) == 600_016
+    assert await sent(long.tail(16)) == chunk * 6
+
+
+async def test_a_client_waits_while_segments_are_slow_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "SEGMENT_BYTES", 100_000)
+    may_leave, taken, stuck = asyncio.Event(), 0, asyncio.Event()
+
+    async def pack_pieces(pieces: list[bytes]) -> Payload:
+        stuck.set()
+        await may_leave.wait()
+        return Payload(0)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal taken
+        yield b'{"a":"'
+        for taken in range(20):  # noqa: B007
+            yield b"A" * 100_000
+        yield b'"}'
+
+    monkeypatch.setattr(intake, "pack_pieces", pack_pieces)
+    reading = asyncio.create_task(read_body(chunks(), max_bytes=10**7))
+    await stuck.wait()
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert taken == intake._PUTS + 1  # the first chunk stays, and one more is in hand
+    may_leave.set()
+    assert (await reading).num_bytes == 2_000_008
+
+
+async def test_a_client_that_stalls_between_chunks_is_not_waited_for_to_the_end() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"a":'
+        await asyncio.Event().wait()
+
+    with pytest.raises(RequestTimeout, match=r"within 100 s, or nothing of it for 0\.01 s"):
+        await read_body(chunks(), max_bytes=100, timeout_s=100, idle_timeout_s=0.01)
+
+
+async def test_bytes_in_flight_are_bounded_and_come_back() -> None:
+    in_flight = InFlight(100)
+    with in_flight.share() as hold:
+        await read_body(chunks_of(b'{"a":"', b"x" * 50, b'"}'), max_bytes=100, hold=hold)
+        assert in_flight.num_bytes == 58
+        in_flight.check(42)
+        with pytest.raises(Overloaded), in_flight.share() as second:
+            await read_body(chunks_of(b'{"a":"', b"x" * 50, b'"}'), max_bytes=100, hold=second)
+        assert in_flight.num_bytes == 58
+    assert in_flight.num_bytes == 0
+
+
+async def test_a_client_that_leaves_takes_its_buffers_with_it() -> None:
+    chunk = b"A" * 100_000
+    before = sys.getrefcount(chunk)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"a":"'
+        for _ in range(5):
+            yield chunk
+        raise ConnectionResetError
+
+    error = None
+    try:
+        with let_go_on_error([]):
+            await read_body(chunks(), max_bytes=10**6)
+    except ConnectionResetError as caught:
+        error = caught  # Serve keeps it, too
+    assert error is not None
+    assert sys.getrefcount(chunk) == before
 
 
 async def test_what_the_transport_raises_passes_through() -> None:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from deployments.media import MediaConfig, MediaLoader
 from deployments.multimodal import image
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy
-from deployments.payload import pack, unpack
+from deployments.payload import pack_pieces, unpack
 from deployments.types import Media, MediaOptions, MediaSource, Modality
 
 OPTIONS = MediaOptions()
@@ -59,8 +60,8 @@ async def loading(**config: Any) -> AsyncIterator[MediaLoader]:
 
 
 async def data(modality: Modality, content: bytes, header: str = "x/y;base64") -> MediaSource:
-    encoded = np.frombuffer(base64.b64encode(content), np.uint8)
-    return MediaSource(modality, "data", header=header, payload=await pack({"data": encoded}))
+    payload = await pack_pieces([base64.b64encode(content)])
+    return MediaSource(modality, "data", header=header, payloads=[payload])
 
 
 def url(modality: Modality, where: str) -> MediaSource:
@@ -455,3 +456,45 @@ async def test_a_fresh_body_is_no_way_around_the_policy() -> None:
         loader._policy = UrlPolicy()
         with pytest.raises(FetchRefused, match="a loopback address"):
             await cached(loader, host.url(), 1)
+
+
+async def test_what_was_decoded_before_comes_without_its_arrays_where_they_are_not_wanted() -> None:
+    source = await data(Modality.IMAGE, png())
+    known_will_do = replace(OPTIONS, decode_again=False)
+    async with loading() as loader:
+        first = await loader.load(source, known_will_do, 10)
+        again = await loader.load(source, known_will_do, 10)
+        wanted = await loader.load(source, OPTIONS, 10)
+        other = await loader.load(source, replace(known_will_do, background=(0, 0, 0)), 10)
+        shown = await loader.load(source, replace(known_will_do, previews=True), 10)
+    assert again.payload.is_left_out
+    assert (again.digest, again.info, again.mime) == (first.digest, first.info, first.mime)
+    assert not any(media.payload.is_left_out for media in (first, wanted, other, shown))
+    assert shown.previews
+
+
+async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers, joined, decoded = 8, 0, 0
+    all_joined = threading.Event()
+    run, decode = SingleFlight.run, image.decode
+
+    async def joining(*args: Any) -> Any:
+        nonlocal joined
+        joined += 1
+        if joined == callers:
+            all_joined.set()
+        return await run(*args)
+
+    def held(*args: Any) -> Any:
+        nonlocal decoded
+        decoded += 1
+        all_joined.wait(10)
+        return decode(*args)
+
+    monkeypatch.setattr(SingleFlight, "run", joining)
+    monkeypatch.setattr(image, "decode", held)
+    source = await data(Modality.IMAGE, png())
+    async with loading() as loader:
+        loaded = await asyncio.gather(*(loader.load(source, OPTIONS, 30) for _ in range(callers)))
+    assert decoded == 1
+    assert len({media.digest for media in loaded}) == 1

@@ -1,17 +1,20 @@
 """The fan-out over the real stages in local mode, with one of them replaced where only a fault shows."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from local_graph import LocalGraph, local
+from PIL import Image
 from ray.exceptions import ActorDiedError, OwnerDiedError
 
 from app.calls import Deadline
 from app.chat import Item, ParsedChat
 from app.config import AppConfig
-from deployments.errors import InvalidMedia, ServingError, StageUnavailable
+from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
-from deployments.types import Chat, Media, MMFeatures, Modality
+from deployments.types import Chat, Media, MMFeatures, Modality, Payload
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +57,16 @@ class ForgetfulPreprocessor(MMPreprocessor):
         super().__init__(AppConfig().preprocess)
         self._times = times
 
-    async def process(self, media: Media, timeout_s: float) -> MMFeatures:
+    async def process(self, *args: object) -> MMFeatures:  # type: ignore[override]
         if self._times:
             self._times -= 1
             raise OwnerDiedError("00" * 28, None, "")
-        return await super().process(media, timeout_s)
+        return await super().process(*args)  # type: ignore[arg-type]
 
 
-async def prepare(graph: LocalGraph, chat: ParsedChat, **replaced: object):
+async def prepare(graph: LocalGraph, chat: ParsedChat, max_media_bytes: int = 2**20, **replaced: object):
     pipeline = await graph.pipeline(**replaced)
-    return await pipeline.prepare(chat, pipeline.media_options, Deadline(30))
+    return await pipeline.prepare(chat, pipeline.media_options, Deadline(30), max_media_bytes)
 
 
 async def test_features_come_back_in_the_order_of_the_items(graph: LocalGraph) -> None:
@@ -94,3 +97,28 @@ async def test_an_array_lost_twice_is_the_servers_error(graph: LocalGraph) -> No
         await prepare(graph, parsed(7), preprocessor=local(ForgetfulPreprocessor, 2))
     assert isinstance(caught.value, ServingError)
     assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_the_media_of_a_request_are_bounded_together(graph: LocalGraph) -> None:
+    three = parsed(1, 2, 3)
+    each = three.items[0].num_bytes
+    with pytest.raises(MediaTooLarge, match=f"more than {3 * each - 1} bytes together") as caught:
+        await prepare(graph, three, 3 * each - 1)
+    assert caught.value.param == "messages[0].content[2]"
+    await prepare(graph, three, 3 * each)
+
+
+async def test_what_is_fetched_counts_as_it_comes(tmp_path: Path) -> None:
+    graph = LocalGraph(AppConfig(media={"allowed_local_media_path": str(tmp_path)}))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.bmp")
+    size = (tmp_path / "a.bmp").stat().st_size
+    items = [
+        Item(f"messages[0].content[{i}]", Modality.IMAGE, "url", url=f"file://{tmp_path}/a.bmp")
+        for i in range(2)
+    ]
+    chat = ParsedChat(Chat([{"role": "user", "content": [{"type": "image"}] * 2}]), items)
+    with pytest.raises(MediaTooLarge, match="together"):
+        await prepare(graph, chat, 2 * size - 1)
+    # What was decoded is not held while the model works.
+    prepared = await prepare(graph, chat, 2 * size)
+    assert [item.media.payload for item in prepared.items] == [Payload(0)] * 2

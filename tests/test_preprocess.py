@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_families import FAMILIES
 from tiny_models import (
     MODELS,
     OMNI,
@@ -22,9 +23,10 @@ from tiny_models import (
     video,
 )
 
-from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageTimeout, UnsupportedMedia
+from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout, UnsupportedMedia
+from deployments.item_processor import ItemProcessor
 from deployments.payload import unpack
-from deployments.preprocess import ItemProcessor, MMPreprocessor, PreprocessConfig
+from deployments.preprocess import MMPreprocessor, PreprocessConfig
 from deployments.types import Arrays, Media, MediaOptions, Modality
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -44,7 +46,7 @@ async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor)
     media, _ = image(1, 64, 64)
     features = await stage.process(media, timeout_s=30)
     image_token = processor(OMNI).image_token_id
-    assert (features.modality, features.digest) == (Modality.IMAGE, media.digest)
+    assert (features.modality, features.edges) == (Modality.IMAGE, ("", ""))
     assert features.replacement == [(image_token, features.num_tokens)]
     assert features.length == features.num_tokens == 16
     arrays = await unpack(features.payload)
@@ -57,7 +59,7 @@ async def test_many_items_at_once_do_not_mix(stage: MMPreprocessor) -> None:
     items = [image(seed, 20 + seed, 60 - seed) for seed in range(12)]
     results = await asyncio.gather(*(stage.process(media, timeout_s=30) for media, _ in items))
     for (media, arrays), features in zip(items, results, strict=True):
-        alone = item_processor(OMNI).process(media, arrays).features
+        alone = item_processor(OMNI).process([(media, arrays)])[0].features
         np.testing.assert_array_equal((await unpack(features.payload))["pixel_values"], alone["pixel_values"])
 
 
@@ -70,7 +72,7 @@ def test_inputs_are_never_written_to(model: str, item: tuple[Media, Arrays]) -> 
     """They may lie in the object store, where others read them."""
     media, arrays = item
     before = {name: array.copy() for name, array in arrays.items()}
-    item_processor(MODELS[model]()).process(media, arrays)
+    item_processor(MODELS[model]()).process([(media, arrays)])
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, before[name])
 
@@ -95,7 +97,7 @@ def test_complaints_carry_no_paths_and_no_reprs() -> None:
     grumbler = rebuilt(Grumbler)
 
     with pytest.raises(InvalidMedia) as caught:
-        ItemProcessor(grumbler).process(*image(1))
+        ItemProcessor(grumbler).process([image(1)])
     assert str(caught.value) == "The model's processor refuses this image: cannot read (...) into (...)."
 
 
@@ -132,7 +134,7 @@ async def test_each_video_keeps_its_own_rate(stage: MMPreprocessor, every: int, 
 
 def test_the_checkpoints_own_video_size_wins_over_the_processors_class() -> None:
     own = processor(OMNI).video_processor.size
-    processed = item_processor(OMNI).process(*video(1, 8, 480, 640))
+    processed = item_processor(OMNI).process([video(1, 8, 480, 640)])[0]
     patches = processed.features["video_grid_thw"][0, 1:].prod()
     assert patches * processor(OMNI).video_processor.patch_size ** 2 <= own["longest_edge"]
 
@@ -149,27 +151,44 @@ async def test_no_time_left(stage: MMPreprocessor) -> None:
         await stage.process(image(1)[0], timeout_s=0)
 
 
-def test_replacements_with_plain_text_at_the_edge_are_refused() -> None:
-    """They could grow together with the prompt: better no answer than a wrong one."""
+def test_plain_text_at_the_edge_of_a_replacement_is_told_apart() -> None:
+    """It can grow together with the prompt, so it is encoded with the prompt."""
 
     class Wordy(type(processor(OMNI))):  # type: ignore[misc]
         def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: object) -> str:
-            return "\n\n" + super().replace_image_token(image_inputs, image_idx, **kwargs)
+            return "here\n\n" + super().replace_image_token(image_inputs, image_idx, **kwargs) + " !"
 
     wordy = rebuilt(Wordy)
     wordy.chat_template = "look: <|IMAGE|> there"
-    with pytest.raises(ServingError, match="Wordy"):
-        ItemProcessor(wordy).process(*image(1))
+    (processed,) = ItemProcessor(wordy).process([image(1)])
+    assert processed.edges == ("here\n\n", " !")
+    assert set(processed.token_ids) == {wordy.image_token_id}
 
 
 def test_times_in_plain_text_between_special_tokens_are_exact() -> None:
-    """They are part of the replacement, but no embedding fills them."""
-    processed = item_processor(qwen3_vl()).process(*video(1))
+    """They are part of the replacement, but no embedding fills them; the first goes with the prompt."""
+    (processed,) = item_processor(qwen3_vl()).process([video(1)])
     text = processor(qwen3_vl()).tokenizer.decode(processed.token_ids)
-    assert text.startswith("<0.2 seconds><|vision_start|><|video_pad|>")
+    assert processed.edges == ("<0.2 seconds>", "")
+    assert text.startswith("<|vision_start|><|video_pad|>")
+    assert "<|vision_end|><1.2 seconds><|vision_start|>" in text
     assert text.endswith("<|video_pad|><|vision_end|>")
     assert processed.num_tokens == text.count("<|video_pad|>") < len(processed.token_ids)
     assert processed.features["mm_token_type_ids"].shape == (1, len(processed.token_ids))
+
+
+async def test_the_digest_knows_all_that_shaped_the_features(vl_stage: MMPreprocessor) -> None:
+    media, other = image(1)[0], replace(image(1)[0], digest="another")
+    settings: list[dict[str, int | bool]] = [
+        {},
+        {"max_pixels": 1024},
+        {"max_pixels": 2048},
+        {"min_pixels": 1024},
+    ]
+    names = [(await vl_stage.process(media, 30, each)).digest for each in settings]
+    names.append((await vl_stage.process(other, 30)).digest)
+    assert len(set(names)) == len(names)
+    assert (await vl_stage.process(media, 30, {"do_pan_and_scan": True})).digest == names[0]
 
 
 async def test_description(stage: MMPreprocessor, vl_stage: MMPreprocessor) -> None:
@@ -178,3 +197,20 @@ async def test_description(stage: MMPreprocessor, vl_stage: MMPreprocessor) -> N
     assert omni.options == MediaOptions(sampling_rate=16000, num_frames=8, fps=None)
     assert vl.modalities == [Modality.IMAGE, Modality.VIDEO]
     assert vl.options == MediaOptions(sampling_rate=16000, num_frames=768, fps=2.0)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3n", "Gemma 4"])
+def test_a_sound_longer_than_what_an_extractor_looks_at_by_default_is_refused(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    items = ItemProcessor(processor(family.folder()))
+    items.process([audio(1, seconds=30)])
+    with pytest.raises(MediaTooLarge, match=r"30\.1 s long; the model takes at most 30 s"):
+        items.process([audio(1, seconds=30.1)])
+
+
+def test_an_extractor_that_cuts_nothing_takes_any_sound() -> None:
+    family = next(family for family in FAMILIES if family.name == "Phi-4-multimodal")
+    (short,), (long,) = (
+        ItemProcessor(processor(family.folder())).process([audio(1, seconds)]) for seconds in (30, 60)
+    )
+    assert long.num_tokens > 1.9 * short.num_tokens

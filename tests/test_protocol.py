@@ -1,6 +1,14 @@
 import pytest
 
-from app.protocol import AudioPart, ImagePart, InputAudioPart, TextPart, VideoPart, parse_chat_request
+from app.protocol import (
+    AudioPart,
+    EmbedsPart,
+    ImagePart,
+    InputAudioPart,
+    TextPart,
+    VideoPart,
+    parse_chat_request,
+)
 from deployments.errors import InvalidRequest
 
 
@@ -100,8 +108,22 @@ def test_null_is_absent_at_the_top() -> None:
         (chat("hi", stop_token_ids=[-1]), "stop_token_ids[0]"),
         (chat("hi", tools=[{"type": "function"}]), "tools"),
         (chat("hi", response_format={"type": "json_object"}), "response_format"),
-        (chat([{"type": "image_embeds", "image_embeds": "QQ=="}]), "messages[0].content[0]"),
         (chat(["a", {"type": "image_url", "image_url": None, "uuid": "x"}]), "messages[0].content[1]"),
+        (chat([{"type": "image_embeds", "uuid": "x"}]), "messages[0].content[0]"),
+        (chat([{"type": "image_url", "image_url": "http://h", "uuid": 7}]), "messages[0].content[0].uuid"),
+        (chat([{"image_url": "http://h", "uuid": "x" * 257}]), "messages[0].content[0].uuid"),
+        (chat([{"type": "image_embeds"}]), "messages[0].content[0]"),
+        (chat([{"type": "image_embeds", "image_embeds": 7}]), "messages[0].content[0]"),
+        (chat([{"type": "image_embeds", "image_embeds": {}}]), "messages[0].content[0]"),
+        (chat([{"image_embeds": {"image_embeds": [1.0]}}]), "messages[0].content[0]"),
+        (chat([{"type": "prompt_embeds", "data": ["QQ=="]}]), "messages[0].content[0]"),
+        *(
+            (
+                chat([{"image_embeds": {"image_embeds": "QQ==", "image_grid_thw": grid}}]),
+                "messages[0].content[0]",
+            )
+            for grid in ([], ["1"], [True], [[1], [2]], [[[1]]], [1] * 65, {}, True, [2**31])
+        ),
     ],
 )
 def test_a_wrong_field_is_named(document: object, param: str) -> None:
@@ -116,8 +138,39 @@ def test_a_body_that_is_no_object(document: object) -> None:
     assert refusal(document).message == "The body must be a JSON object."
 
 
-def test_an_unserved_part_says_so() -> None:
-    assert "image_embeds parts are not served" in refusal(chat([{"image_embeds": "QQ=="}])).message
+def test_a_uuid_alone_asks_for_the_item() -> None:
+    part = {"type": "input_audio", "input_audio": None, "uuid": "x"}
+    assert "input_audio is missing: nothing is kept by its uuid" in refusal(chat([part])).message
+
+
+@pytest.mark.parametrize(
+    ("part", "modality", "tensors"),
+    [
+        ({"type": "image_embeds", "image_embeds": "QQ=="}, "image", {"image_embeds": "QQ=="}),
+        ({"audio_embeds": {"audio_embeds": "QQ==", "x": None}}, "audio", {"audio_embeds": "QQ=="}),
+        ({"type": "prompt_embeds", "data": "QQ=="}, "prompt", {"prompt_embeds": "QQ=="}),
+        ({"type": "prompt_embeds", "prompt_embeds": "QQ=="}, "prompt", {"prompt_embeds": "QQ=="}),
+        ({"prompt_embeds": {"data": "QQ=="}}, "prompt", {"prompt_embeds": "QQ=="}),
+        (
+            {
+                "video_embeds": {
+                    "second_per_grid_ts": 0.5,
+                    "video_grid_thw": [[2, 4, 4]],
+                    "video_embeds": "QQ==",
+                }
+            },
+            "video",
+            {"second_per_grid_ts": [0.5], "video_grid_thw": [2, 4, 4], "video_embeds": "QQ=="},
+        ),
+    ],
+)
+def test_embeddings_in_each_of_their_forms(
+    part: dict[str, object], modality: str, tensors: dict[str, object]
+) -> None:
+    (parsed,) = parse_chat_request(chat([{**part, "uuid": "u"}])).messages[0].content
+    assert isinstance(parsed, EmbedsPart)
+    assert (parsed.modality, parsed.tensors, parsed.uuid) == (modality, tensors, "u")
+    assert list(parsed.tensors) == list(tensors)
 
 
 @pytest.mark.parametrize("content", [None, "", []])
@@ -174,3 +227,29 @@ def test_a_biased_token_is_a_number() -> None:
 
 def test_the_number_of_parts_is_bounded() -> None:
     assert "limit is 8192" in refusal(chat(["a"] * 8192)).message
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "param"),
+    [
+        ({"max_pixels": 0}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": 1.5}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": "9"}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": True}, "mm_processor_kwargs.max_pixels"),
+        ({"do_pan_and_scan": 1}, "mm_processor_kwargs.do_pan_and_scan"),
+        ({"fps": 0}, "mm_processor_kwargs.fps"),
+        ({"fps": 1e9}, "mm_processor_kwargs.fps"),
+        ({"num_frames": -1}, "mm_processor_kwargs.num_frames"),
+        ([], "mm_processor_kwargs"),
+    ],
+)
+def test_wrong_settings_of_the_processor_are_named(kwargs: object, param: str) -> None:
+    assert refusal(chat("hi", mm_processor_kwargs=kwargs)).param == param
+
+
+@pytest.mark.parametrize("name", ["do_resize", "size", "patch_size", "images_kwargs", "x" * 1000])
+def test_unknown_settings_of_the_processor_are_refused_with_those_allowed(name: str) -> None:
+    error = refusal(chat("hi", mm_processor_kwargs={name: 1}))
+    assert error.param == f"mm_processor_kwargs.{name[:64]}"
+    assert "allowed are crop_to_patches, do_image_splitting, do_pan_and_scan" in error.message
+    assert parse_chat_request(chat("hi", mm_processor_kwargs={name: None})) == parse_chat_request(chat("hi"))

@@ -1,8 +1,15 @@
 import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import run_server
-from run_server import SERVE_PORTS, busy_port, relay, serve_ports, wrong_settings
+from run_server import SERVE_PORTS, announce, busy_port, relay, serve_ports, wrong_settings
+
+from app.auth import ENVIRONMENT
 
 
 @pytest.fixture
@@ -66,3 +73,51 @@ def test_a_failed_deployment_ends_the_server(capsys: pytest.CaptureFixture[str])
     )
     assert given_up == [1]
     assert "Headrace cannot start" in capsys.readouterr().err
+
+
+class Healthy(BaseHTTPRequestHandler):
+    asks_for_keys = True
+
+    def do_GET(self) -> None:
+        self.send_response(401 if self.asks_for_keys and self.path != "/health" else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def healthy() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("key", "asks", "refused"),
+    [(None, False, False), ("sk-1", True, False), ("sk-1", False, True)],
+    ids=["open", "protected", "meant to be protected"],
+)
+def test_a_server_that_the_keys_did_not_reach_is_ended(
+    key: str | None,
+    asks: bool,
+    refused: bool,
+    healthy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Healthy, "asks_for_keys", asks)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    if key:
+        monkeypatch.setenv(ENVIRONMENT, key)
+    given_up = []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
+        announce(process, healthy, lambda: given_up.append(1))
+        process.communicate("\n")
+    output = capsys.readouterr()
+    assert bool(given_up) == refused
+    assert ("is ready" in output.out) != refused
+    assert ("did not reach" in output.err) == refused

@@ -110,6 +110,34 @@ def test_special_tokens_typed_by_a_user_are_text(typed: str) -> None:
     assert typed in processor(OMNI).tokenizer.decode(prompt.token_ids)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_embedded_text_has_a_place_that_no_text_can_take(model: str) -> None:
+    encoder = tokenizer(MODELS[model]())
+    typed = "<|headrace_prompt_embeds|>"
+    parts = [
+        {"type": "text", "text": f"a {typed} b"},
+        {"type": "prompt"},
+        {"type": "image"},
+        {"type": "text", "text": "<|headrace_prompt_"},
+        {"type": "prompt"},
+        {"type": "text", "text": "embeds|>"},
+    ]
+    prompt = encoder.encode(Chat([{"role": "user", "content": parts}]))
+    assert [modality for modality, _ in prompt.placeholders] == [None, Modality.IMAGE, None]
+    places = [place for _, place in prompt.placeholders]
+    assert places == sorted(places)
+    place_id = prompt.token_ids[places[0]]
+    assert [i for i, token_id in enumerate(prompt.token_ids) if token_id == place_id] == [
+        places[0],
+        places[2],
+    ]
+    # Around it the ids are those of the texts alone.
+    tokens = FastTokenizer.from_str(encoder.spec.tokenizer_json)
+    assert typed in tokens.decode(prompt.token_ids[: places[0]], skip_special_tokens=False)
+    assert tokens.id_to_token(place_id) is None
+    assert encoder.spec.plain_token_id not in encoder.spec.special_token_ids
+
+
 def test_typed_tokens_are_encoded_as_transformers_does() -> None:
     # By its tokenizer: its Omni processor takes the typed placeholder for one without an image, and raises.
     conversation = chat("see <|IMAGE|> and <|im_end|>, ok?")

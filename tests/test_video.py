@@ -240,6 +240,17 @@ def test_odd_sizes() -> None:
     assert decode(data, None, None, LIMITS).arrays["frames"].shape == (2, 47, WIDTH, 3)
 
 
+@pytest.mark.parametrize(("width", "height"), [(50, 34), (94, 62)])
+def test_frames_are_what_pyav_makes_of_them(width: int, height: int) -> None:
+    """Sizes whose lines FFmpeg pads."""
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 256, (height, width, 3), np.uint8) for _ in range(3)]
+    data = clip([0, 1, 2], picture=pictures.__getitem__)
+    with av.open(io.BytesIO(data)) as container:
+        expected = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert np.array_equal(decode(data, None, None, LIMITS).arrays["frames"], expected)
+
+
 def animation(format: str, **options: Any) -> bytes:
     file = io.BytesIO()
     frames = [Image.fromarray(coded(number)) for number in range(6)]
@@ -287,6 +298,24 @@ def test_limits_hold_before_anything_is_decoded(
     monkeypatch.setattr(video, "_feed", None)
     with pytest.raises(MediaTooLarge, match=message):
         decode(CLIP, 8, None, limits)
+
+
+@pytest.mark.parametrize(("pix_fmt", "bits"), [("yuv420p", 12), ("yuv444p10le", 48)])
+def test_what_the_decoder_holds_stays_below_twice_the_limit(pix_fmt: str, bits: int) -> None:
+    data = clip([0, 1, 2], pix_fmt=pix_fmt)
+    per_pixel = 27 * bits / 8 + 3 + 2 * 3  # of the frames it may hold, one as RGB, and the two taken
+    half = int(per_pixel * WIDTH * HEIGHT / 2)
+    decode(data, 2, None, VideoLimits(max_decoded_bytes=half))
+    with pytest.raises(MediaTooLarge, match=r"2 frames of 96x48 are more than .* with what decoding"):
+        decode(data, 2, None, VideoLimits(max_decoded_bytes=half - 1))
+
+
+@pytest.mark.parametrize(("codec", "format"), [("mjpeg", "avi"), ("mpeg4", "mp4"), ("mpeg2video", "mpegts")])
+def test_sizes_that_ffmpeg_has_to_decode_are_told_too(codec: str, format: str) -> None:
+    pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+    data = clip(list(range(30)), codec=codec, format=format, pix_fmt=pix_fmt)
+    with pytest.raises(MediaTooLarge, match="96x48 have more than the limit of 4607 pixels"):
+        decode(data, 2, None, VideoLimits(max_pixels=WIDTH * HEIGHT - 1))
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])

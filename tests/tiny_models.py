@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import inspect
+import io
 import pickle
+import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +22,17 @@ from PIL import Image
 
 from deployments.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.engine.base import EngineItem
+from deployments.exactness import only_what_is_exact
+from deployments.item_processor import ItemProcessor
 from deployments.multimodal.placeholders import run_lengths
-from deployments.preprocess import ItemProcessor
+from deployments.multimodal.settings import ProcessorSettings
+from deployments.payload import pack_pieces
 from deployments.tokenizer import ChatEncoder
 from deployments.types import Arrays, Chat, Media, MMFeatures, Modality, Payload
 
 OMNI = "tiny-omni"
+
+Item = tuple[Media, Arrays]
 
 # No tests write to it; what it holds is deleted with the process.
 _SCRATCH = tempfile.TemporaryDirectory(prefix="headrace-tests-")
@@ -60,11 +70,11 @@ def _vl_tokenizer() -> Any:
     return tokenizer
 
 
-_VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
+VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
 
 
 @cache
-def qwen_vl() -> str:
+def qwen_vl(patch_size: int = 8, max_pixels: int = 64 * 64, context: int = 512) -> str:
     """Folder of a random Qwen2.5-VL that never ends an answer. `<think>` is added, but not special."""
     import torch
     from transformers import (
@@ -75,12 +85,14 @@ def qwen_vl() -> str:
         Qwen2VLVideoProcessor,
     )
 
-    folder = Path(_SCRATCH.name) / "qwen-vl"
+    folder = Path(_SCRATCH.name) / f"qwen-vl-{max_pixels}"
     tokenizer = _vl_tokenizer()
+    sizes = VL_SIZES | {"patch_size": patch_size}
+    sizes["size"] = {"shortest_edge": 4 * patch_size**2, "longest_edge": max_pixels}
     Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(**_VL_SIZES),
+        Qwen2VLImageProcessor(**sizes),
         tokenizer,
-        Qwen2VLVideoProcessor(**_VL_SIZES, cap_pixels_per_frame=False, fps=2),
+        Qwen2VLVideoProcessor(**sizes, cap_pixels_per_frame=False, fps=2),
         chat_template=QWEN_VL_TEMPLATE,
     ).save_pretrained(folder)
 
@@ -93,7 +105,7 @@ def qwen_vl() -> str:
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": context,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
             "bos_token_id": None,
             "eos_token_id": None,
@@ -104,9 +116,9 @@ def qwen_vl() -> str:
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_heads": 2,
-            "patch_size": 8,
+            "patch_size": patch_size,
             "out_hidden_size": 64,
-            "window_size": 32,
+            "window_size": 4 * patch_size,
             "fullatt_block_indexes": [1],
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
@@ -128,13 +140,34 @@ def qwen3_vl() -> str:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     folder = Path(_SCRATCH.name) / "qwen3-vl"
-    video_sizes = _VL_SIZES | {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 8}}
+    video_sizes = VL_SIZES | {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 8}}
     Qwen3VLProcessor(
-        Qwen2VLImageProcessor(**_VL_SIZES),
+        Qwen2VLImageProcessor(**VL_SIZES),
         _vl_tokenizer(),
         Qwen3VLVideoProcessor(**video_sizes),
         chat_template=QWEN_VL_TEMPLATE,
     ).save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def wide_omni() -> str:
+    """Folder of a tiny-omni of random weights, as wide as the corpus' embeddings are."""
+    import torch
+    from transformers import AutoConfig, Qwen2_5OmniThinkerForConditionalGeneration
+
+    folder = Path(_SCRATCH.name) / "wide-omni"
+    shutil.copytree(BUNDLED[OMNI], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.hidden_size = config.audio_config.output_dim = config.vision_config.out_hidden_size = (
+        2048
+    )
+    config.text_config.num_hidden_layers = config.text_config.num_key_value_heads = 1
+    config.text_config.layer_types = ["full_attention"]
+    config.text_config.num_attention_heads = 64
+    config.text_config.intermediate_size = 64
+    torch.manual_seed(0)
+    Qwen2_5OmniThinkerForConditionalGeneration(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -149,7 +182,7 @@ def processor(model: str) -> Any:
 
 @cache
 def item_processor(model: str) -> ItemProcessor:
-    return ItemProcessor(processor(model))
+    return only_what_is_exact(ItemProcessor(processor(model)))
 
 
 def tokenizer(model: str) -> ChatEncoder:
@@ -158,14 +191,19 @@ def tokenizer(model: str) -> ChatEncoder:
 
 def accepts(model: str) -> frozenset[str]:
     """The arguments of the model's `forward`."""
+    classes = {
+        OMNI: "Qwen2_5OmniThinkerForConditionalGeneration",
+        qwen_vl(): "Qwen2_5_VLForConditionalGeneration",
+        qwen3_vl(): "Qwen3VLForConditionalGeneration",
+    }
+    return arguments_of(classes[model])
+
+
+def arguments_of(model_class: str) -> frozenset[str]:
+    """Of the `forward` of a class of transformers."""
     import transformers
 
-    classes = {
-        OMNI: transformers.Qwen2_5OmniThinkerForConditionalGeneration,
-        qwen_vl(): transformers.Qwen2_5_VLForConditionalGeneration,
-        qwen3_vl(): transformers.Qwen3VLForConditionalGeneration,
-    }
-    return frozenset(inspect.signature(classes[model].forward).parameters)
+    return frozenset(inspect.signature(getattr(transformers, model_class).forward).parameters)
 
 
 def image(seed: int, height: int = 40, width: int = 56) -> tuple[Media, Arrays]:
@@ -202,11 +240,57 @@ def _media(
 
 def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:
     """What the preprocessing stage sends and the model stage unpacks."""
-    done = item_processor(model).process(media, arrays)
-    features = MMFeatures(
-        media.modality, media.digest, done.num_tokens, run_lengths(done.token_ids), Payload(0), {}
-    )
-    return EngineItem(features, done.features)
+    (item,) = engine_items(model, [(media, arrays)])
+    return item
+
+
+def engine_items(
+    model: str, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
+) -> list[EngineItem]:
+    """Of one call of the processor."""
+    return [
+        EngineItem(
+            MMFeatures(
+                done.modality,
+                done.digest,
+                done.num_tokens,
+                run_lengths(done.token_ids),
+                Payload(0),
+                {},
+                edges=done.edges,
+                family=done.family,
+            ),
+            done.features,
+        )
+        for done in item_processor(model).process(items, settings)
+    ]
+
+
+def assembled(
+    model: str,
+    conversation: Chat,
+    items: Sequence[tuple[Media, Arrays]],
+    accepts: frozenset[str],
+    settings: ProcessorSettings | None = None,
+) -> dict[str, Any]:
+    """What the model gets of items that were processed apart; `accepts`: see `assemble`."""
+    import torch
+
+    from deployments.engine.assemble import assemble
+
+    done: dict[int, EngineItem] = {}
+    for group in _groups(items, item_processor(model).together):
+        done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
+    ordered = [done[i] for i in range(len(items))]
+    prompt = tokenizer(model).encode(conversation, [item.features.edges for item in ordered])
+    return assemble(prompt, ordered, accepts, torch.float32)
+
+
+def _groups(items: Sequence[tuple[Media, Arrays]], together: frozenset[Modality]) -> list[list[int]]:
+    groups: dict[object, list[int]] = {}
+    for i, (media, _) in enumerate(items):
+        groups.setdefault(media.modality if media.modality in together else i, []).append(i)
+    return list(groups.values())
 
 
 def chat(*parts: str | Media) -> Chat:
@@ -218,7 +302,9 @@ def _part(part: str | Media) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": str(part.modality)}
 
 
-def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]]) -> dict[str, Any]:
+def joint_call(
+    model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]], **settings: Any
+) -> dict[str, Any]:
     """The whole conversation in one call of the processor, with media as its users pass them."""
     rest = iter(items)
     metadata = []
@@ -235,7 +321,7 @@ def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arra
                 if media.video_metadata:
                     metadata.append(media.video_metadata)
         messages.append({**message, "content": content})
-    kwargs: dict[str, Any] = {"return_tensors": "pt"}
+    kwargs: dict[str, Any] = {"return_tensors": "pt", **settings}
     if metadata:
         kwargs |= {"video_metadata": [metadata], "do_sample_frames": False}
         if "video_second_per_grid" in processor(model).model_input_names:
@@ -250,3 +336,60 @@ def joint_call(model: str, conversation: Chat, items: Sequence[tuple[Media, Arra
 def _as_users_pass(arrays: Arrays) -> Image.Image | npt.NDArray[Any]:
     (array,) = arrays.values()
     return Image.fromarray(array) if array.ndim == 3 else array.copy()
+
+
+def as_sent(value: Any) -> npt.NDArray[np.uint8]:
+    """A tensor as clients send it: base64 of what torch.save writes."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return np.frombuffer(base64.b64encode(file.getvalue()), np.uint8)
+
+
+async def in_pieces(values: dict[str, Any]) -> dict[str, Any]:
+    """Tensors and plain numbers as they reach the embedding stage."""
+    return {
+        name: np.array(value) if isinstance(value, list) else [await pack_pieces([as_sent(value).tobytes()])]
+        for name, value in values.items()
+    }
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An item as a client may send it: as media, or as what tiny-omni's encoder makes of it."""
+
+    media: dict[str, Any]
+    values: Any  # torch.Tensor [num_tokens, hidden size]
+    embeds: dict[str, Any]
+
+
+@cache
+def encoded_by_omni(sample: str) -> Encoded:
+    """`sample`: a file of docs/samples."""
+    import torch
+
+    from deployments.checkpoint import load_model
+    from deployments.engine.inputs import encode
+    from deployments.media import MediaConfig, MediaLoader
+
+    data = (Path(__file__).parent.parent / "docs" / "samples" / sample).read_bytes()
+    kind = {"png": "image", "wav": "audio", "mp4": "video"}[sample[-3:]]
+    uri = f"data:;base64,{base64.b64encode(data).decode()}"
+    decoded, *_ = MediaLoader(MediaConfig())._decode_now(
+        data, Modality(kind), item_processor(OMNI).spec().options, threading.Event()
+    )
+    media = Media(Modality(kind), "", Payload(0), {}, 0, "", video_metadata=decoded.video_metadata)
+    item = engine_item(OMNI, media, decoded.arrays)
+    with torch.inference_mode():
+        values = encode(load_model(OMNI, "cpu", "auto"), item)
+    tensors = {f"{kind}_embeds": values}
+    for name in ("image_grid_thw", "video_grid_thw", "video_second_per_grid"):
+        if name in item.arrays:
+            tensors[name] = torch.from_numpy(item.arrays[name])
+    sent = {name: as_sent(tensor).tobytes().decode() for name, tensor in tensors.items()}
+    return Encoded(
+        {"type": f"{kind}_url", f"{kind}_url": {"url": uri}},
+        values,
+        {"type": f"{kind}_embeds", f"{kind}_embeds": sent},
+    )

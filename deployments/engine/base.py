@@ -11,11 +11,7 @@ from deployments.types import Arrays, Delta, MMFeatures, ModelSpec, Prompt, Samp
 
 @dataclass(frozen=True, slots=True)
 class EngineItem:
-    """One media item of a request, with its arrays at hand (possibly read-only).
-
-    An array `embeds`, [num_tokens, hidden] (bfloat16 as its bits in uint16), takes the place of what the
-    model's encoder would make of the item.
-    """
+    """One media item of a request, with its arrays at hand (possibly read-only)."""
 
     features: MMFeatures
     arrays: Arrays

@@ -13,6 +13,7 @@ import torch
 
 from deployments.engine.base import EngineStats
 from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
+from deployments.engine.inputs import hidden_size
 from deployments.engine.runner import Runner, bytes_per_token
 from deployments.engine.sampler import Sampled, SamplerState, sample
 from deployments.engine.scheduler import Chunk, MediaSpan, Scheduler, Sequence
@@ -52,6 +53,7 @@ class BatchedEngine(ThreadedEngine):
         num_blocks = _num_blocks(model, limits, wanted)
         spec = ModelSpec(
             max_model_len=min(wanted, num_blocks * BLOCK),
+            hidden_size=hidden_size(model),
             default_sampling=default_sampling(model.generation_config),
             device=model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -85,6 +87,7 @@ class BatchedEngine(ThreadedEngine):
                 if request is None:
                     return
                 self._join(request)
+            request = None  # its arrays are in the object store as long as they are referred to
             self._leave()
             self.step()
             self._deliver()

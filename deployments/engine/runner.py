@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineItem
 from deployments.engine.blocks import BLANK, BLOCK, RESERVED, SINK
+from deployments.engine.inputs import FOR_POSITIONS, for_positions, given, is_embedded, places_of
 from deployments.engine.scheduler import Chunk, MediaSpan
 from deployments.errors import ServingError
 from deployments.multimodal.placeholders import expand
@@ -97,10 +97,7 @@ class Runner:
         token_ids, spans = expand(prompt, [item.features for item in items])
         media = [MediaSpan(item, _key(item), span.offset) for item, span in zip(items, spans, strict=True)]
         media.sort(key=lambda span: span.offset)
-        small = [
-            replace(item, arrays={n: a for n, a in item.arrays.items() if _is_small(a)}) for item in items
-        ]
-        inputs = assemble(prompt, small, self._generate_accepts, self._model.dtype)
+        inputs = for_positions(prompt, items, self._generate_accepts, self._model.dtype)
         positions = self._model._prepare_position_ids_for_generation(inputs["input_ids"], inputs)
         if positions.ndim == 2:
             return token_ids, media, positions.numpy(), 0
@@ -110,25 +107,28 @@ class Runner:
 
     def encode(self, item: EngineItem) -> torch.Tensor:
         """What stands in for the item's tokens in the prompt, [length, hidden]."""
-        features = item.features
-        prompt = Prompt([0], [(features.modality, 0)])
-        ready = item.arrays.get("embeds")
-        if ready is not None:
-            token_ids = np.array(expand(prompt, [features])[0])
-            filled = token_ids == np.bincount(token_ids).argmax()  # the others are around the item
-            token_ids[filled] = 0  # its id need not be in the vocabulary
-            embeds: torch.Tensor = self._embed(_on(self._model.device, token_ids))
-            tensor = torch.from_numpy(np.array(ready))
-            tensor = tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-            embeds[_on(self._model.device, filled)] = tensor.to(embeds)
-        else:
-            inputs = assemble(prompt, [item], self._accepts, self._model.dtype)
-            inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-            on_device = {name: _moved(tensor, self._model.device) for name, tensor in inputs.items()}
-            with self._without_decoder():
-                embeds = self._model.base_model(**on_device)[0][0]
+        prompt = Prompt([0], [(item.features.modality, 0)])
+        embeds = self._around(prompt, item) if is_embedded(item) else self._encoded(prompt, item)
         if not embeds.isfinite().all():
-            raise ServingError(f"The model makes no numbers of this {features.modality}.")
+            raise ServingError(f"The model makes no numbers of this {item.features.modality or 'text'}.")
+        return embeds
+
+    def _encoded(self, prompt: Prompt, item: EngineItem) -> torch.Tensor:
+        inputs = assemble(prompt, [item], self._accepts, self._model.dtype)
+        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+        on_device = {name: _moved(tensor, self._model.device) for name, tensor in inputs.items()}
+        with self._without_decoder():
+            embeds: torch.Tensor = self._model.base_model(**on_device)[0][0]
+        return embeds
+
+    def _around(self, prompt: Prompt, item: EngineItem) -> torch.Tensor:
+        """Embeddings as sent, and those of the tokens around them."""
+        token_ids, (span,) = expand(prompt, [item.features])
+        ids = torch.tensor(token_ids)
+        places = places_of(self._model.config, item, span, ids)
+        ids[places] = 0  # theirs need not be in the vocabulary
+        embeds: torch.Tensor = self._embed(_moved(ids, self._model.device))
+        embeds[places] = given(item).to(embeds)
         return embeds
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -264,14 +264,9 @@ def _key(item: EngineItem) -> bytes:
     key = blake2b(f"{item.features.modality} {item.features.digest} ".encode(), digest_size=16)
     for name, array in sorted(item.arrays.items()):
         key.update(f"{name} {array.shape} {array.dtype} ".encode())
-        if _is_small(array):
+        if name in FOR_POSITIONS:
             key.update(np.ascontiguousarray(array).tobytes())
     return key.digest()
-
-
-def _is_small(array: npt.NDArray[Any]) -> bool:
-    """What positions depend on: sizes, lengths and seconds, but not pixels."""
-    return array.ndim < 2 or array.dtype in (np.int64, np.int32, np.bool_)
 
 
 def _on(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from transformers import (
 
 from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineStats
+from deployments.engine.inputs import embedded, hidden_size, is_embedded
 from deployments.engine.sampler import SamplerState, sample
 from deployments.engine.threaded import (
     Request,
@@ -46,6 +47,7 @@ class TransformersEngine(ThreadedEngine):
         context = text.max_position_embeddings
         spec = ModelSpec(
             max_model_len=min(context, max_model_len or context),
+            hidden_size=hidden_size(model),
             default_sampling=default_sampling(model.generation_config),
             device=model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -66,6 +68,7 @@ class TransformersEngine(ThreadedEngine):
                 if request is None:
                     return
                 self._waiting.append(request)
+            request = None  # its arrays are in the object store as long as they are referred to
             self._serve(self._waiting.popleft())
             self._deliver()
 
@@ -82,7 +85,10 @@ class TransformersEngine(ThreadedEngine):
     def _generate(self, request: Request, index: int) -> None:
         started = time.perf_counter()
         sampling = request.sampling
-        inputs = assemble(request.prompt, request.items, self._accepts, self._model.dtype)
+        if any(is_embedded(item) for item in request.items):
+            inputs = embedded(self._model, request.prompt, request.items, self._accepts)
+        else:
+            inputs = assemble(request.prompt, request.items, self._accepts, self._model.dtype)
         token_ids = inputs["input_ids"][0].tolist()
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         limit = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))

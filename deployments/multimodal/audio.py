@@ -21,7 +21,7 @@ from deployments.types import Modality
 
 Samples = npt.NDArray[np.float32]
 
-_BLOCK_FRAMES = 1 << 17
+_BLOCK_SAMPLES = 1 << 18  # of all channels together
 _MAX_CHANNELS = 64
 _LOUDEST = 100.0  # floats may pass full scale a little; what is meant as integers overflows in the model
 _RATES = (1_000, 768_000)  # Hz: what recorders make; a header may say anything
@@ -54,17 +54,17 @@ _SAMPLE_FORMATS: dict[str, tuple[type[np.generic], float, float]] = {
 @dataclass(frozen=True, slots=True)
 class AudioLimits:
     max_seconds: float = 600.0
-    max_decoded_bytes: int = 256 * 2**20  # float32 samples of all channels, at the file's rate
+    # float32 samples of all channels at the file's rate, and of the one channel at the model's
+    max_decoded_bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Track:
-    """The sound as stored."""
+class _Decoding:
+    """How a sound is to be decoded."""
 
-    rate: int  # Hz
-    channels: int
-    mono: Samples
-    mime: str
+    sampling_rate: int  # Hz, of the result
+    limits: AudioLimits
+    cancelled: threading.Event | None
 
 
 def decode(
@@ -76,102 +76,131 @@ def decode(
     the headers say, sampling_rate, and num_samples at that rate. Raises UnsupportedMedia, InvalidMedia
     (damaged, empty, NaN or infinite samples) and MediaTooLarge, the last as soon as decoding passes a limit.
     """
-    track = _from_sndfile(data, limits, cancelled) or _from_ffmpeg(data, limits, cancelled)
-    check_cancelled(cancelled)
-    samples = track.mono
-    if track.rate != sampling_rate:
-        samples = soxr.resample(samples, track.rate, sampling_rate)
-    if not len(samples):  # shorter than one sample of the lower rate
-        samples = track.mono[:1]
-    info = {
-        "duration_s": len(track.mono) / track.rate,
-        "sampling_rate": sampling_rate,
-        "original_sampling_rate": track.rate,
-        "original_channels": track.channels,
-        "num_samples": len(samples),
-    }
-    return Decoded({"samples": samples}, info, track.mime)
+    wanted = _Decoding(sampling_rate, limits, cancelled)
+    return _from_sndfile(data, wanted) or _from_ffmpeg(data, wanted)
 
 
-class _Gauge:
-    """Mixes blocks down to mono and holds them against the limits, as they are decoded."""
+class _Track:
+    """Mixes blocks down to mono and resamples them as they are decoded, under the limits.
 
-    def __init__(self, rate: int, limits: AudioLimits, cancelled: threading.Event | None) -> None:
+    Nothing is ever held twice: the result grows in place, where it lies.
+    """
+
+    def __init__(self, rate: int, wanted: _Decoding) -> None:
+        """`rate` is the file's, in Hz."""
         if not _RATES[0] <= rate <= _RATES[1]:
             raise InvalidMedia(
                 f"The audio's sampling rate is not between {_RATES[0]} and {_RATES[1]} Hz. Resample it."
             )
-        self._rate, self._limits, self._cancelled = rate, limits, cancelled
+        self._rate, self._wanted = rate, wanted
+        self._resampler = None
+        if rate != wanted.sampling_rate:
+            self._resampler = soxr.ResampleStream(rate, wanted.sampling_rate, 1)
+        self._first = np.empty(0, np.float32)  # one sample, once there is one
         self._num_frames = self._num_bytes = 0
-        self._mono: list[Samples] = []
+        self._samples = bytearray()  # float32
         self.channels = 0
 
-    def add(self, block: Samples) -> None:
-        """`block` is (frames, channels)."""
-        check_cancelled(self._cancelled)
-        num_frames, channels = block.shape
-        if not num_frames:
-            return
+    def count(self, num_frames: int, channels: int) -> None:
+        """What is to be added next, before it is converted."""
         if not 0 < channels <= _MAX_CHANNELS:
             raise InvalidMedia(f"The audio has more than {_MAX_CHANNELS} channels. Mix it down.")
         self._num_frames += num_frames
         self._num_bytes += num_frames * channels * 4
-        limits = self._limits
+        self.channels = max(self.channels, channels)
+        limits, rate = self._wanted.limits, self._wanted.sampling_rate
         if self._num_frames > limits.max_seconds * self._rate:
             raise MediaTooLarge(f"The audio is longer than the limit of {limits.max_seconds:g} s. Cut it.")
-        if self._num_bytes > limits.max_decoded_bytes:
+        if max(self._num_bytes, self._num_frames * 4 * rate // self._rate) > limits.max_decoded_bytes:
             raise MediaTooLarge(
                 f"The audio decodes to more than the limit of {limits.max_decoded_bytes} bytes. Cut it, or"
                 " lower its rate or number of channels."
             )
-        with np.errstate(over="ignore"):  # told below, as not finite
-            mono = block[:, 0].copy() if channels == 1 else block.mean(axis=1, dtype=np.float32)
-        if not np.isfinite(mono).all():
+
+    def add(self, block: Samples) -> None:
+        """`block` is (frames, channels), counted."""
+        check_cancelled(self._wanted.cancelled)
+        mono = _mono(block)
+        peak = np.abs(mono).max()
+        if not np.isfinite(peak):
             raise InvalidMedia("The audio has samples that are not finite numbers.")
-        if np.abs(mono).max() > _LOUDEST:
+        if peak > _LOUDEST:
             raise InvalidMedia("The audio's samples are far outside of -1 to 1. Scale them.")
-        self.channels = max(self.channels, channels)
-        self._mono.append(mono)
+        if not len(self._first):
+            self._first = mono[:1].copy()
+        self._append(mono)
 
-    def track(self, mime: str) -> _Track:
+    def _append(self, mono: Samples, last: bool = False) -> None:
+        if self._resampler is not None:
+            mono = self._resampler.resample_chunk(mono, last)
+        self._samples += np.ascontiguousarray(mono).data
+
+    def decoded(self, mime: str) -> Decoded:
         """All that was added, which must be something."""
-        return _Track(self._rate, self.channels, np.concatenate(self._mono), mime)
+        self._append(self._first[:0], last=True)
+        samples = np.frombuffer(self._samples, np.float32)
+        if not len(samples):  # shorter than one sample of the lower rate
+            samples = self._first
+        info = {
+            "duration_s": self._num_frames / self._rate,
+            "sampling_rate": self._wanted.sampling_rate,
+            "original_sampling_rate": self._rate,
+            "original_channels": self.channels,
+            "num_samples": len(samples),
+        }
+        return Decoded({"samples": samples}, info, mime)
 
 
-def _from_sndfile(data: bytes, limits: AudioLimits, cancelled: threading.Event | None) -> _Track | None:
+def _mono(block: Samples) -> Samples:
+    """The mean over the channels of (frames, channels)."""
+    channels = block.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):  # told by the caller, as not finite
+        if channels == 1:
+            return block[:, 0]
+        if channels == 2:  # the same numbers: over an axis so short, NumPy's mean takes longer than decoding
+            return (block[:, 0] + block[:, 1]) / np.float32(2)
+        mean: Samples = block.mean(axis=1, dtype=np.float32)
+        return mean
+
+
+def _from_sndfile(data: bytes, wanted: _Decoding) -> Decoded | None:
     """None for what libsndfile does not read: FFmpeg knows more formats, and forgives more."""
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             mime = _SNDFILE_MIMES.get(file.format)
             if mime is None:
                 return None
-            gauge = _Gauge(file.samplerate, limits, cancelled)
+            track = _Track(file.samplerate, wanted)
             while True:
                 # By blocks: the header's number of samples is a claim, and may be 2^63.
-                block = file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)
+                block = file.read(_BLOCK_SAMPLES // file.channels, dtype="float32", always_2d=True)
                 if not len(block):
-                    return gauge.track(mime) if gauge.channels else None
-                gauge.add(block)
+                    return track.decoded(mime) if track.channels else None
+                track.count(*block.shape)
+                track.add(block)
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError):
         return None
 
 
-def _from_ffmpeg(data: bytes, limits: AudioLimits, cancelled: threading.Event | None) -> _Track:
+def _from_ffmpeg(data: bytes, wanted: _Decoding) -> Decoded:
     with open_container(data, Modality.AUDIO, _NAMES) as container:
         if not container.streams.audio:
             raise InvalidMedia("The file has no sound track.")
-        gauge: _Gauge | None = None
+        track: _Track | None = None
         rate = 0
-        for frame in _frames(container, container.streams.audio[0], cancelled):
-            if gauge is None:
+        for frame in _frames(container, container.streams.audio[0], wanted.cancelled):
+            if track is None:
                 rate = frame.sample_rate
-                gauge = _Gauge(rate, limits, cancelled)
+                track = _Track(rate, wanted)
             elif frame.sample_rate != rate:
                 raise InvalidMedia("The audio changes its sampling rate midway. Convert it to one rate.")
-            gauge.add(_block(frame))
-        if gauge is None or not gauge.channels:
+            if frame.samples:
+                track.count(frame.samples, frame.layout.nb_channels)
+                for block in _blocks(frame):
+                    track.add(block)
+        if track is None or not track.channels:
             raise InvalidMedia("The audio is damaged or empty: nothing in it decodes.")
-        return gauge.track(container_mime(container, data, Modality.AUDIO))
+        return track.decoded(container_mime(container, data, Modality.AUDIO))
 
 
 def _frames(container: Any, stream: Any, cancelled: threading.Event | None) -> Iterator[Any]:
@@ -184,7 +213,7 @@ def _frames(container: Any, stream: Any, cancelled: threading.Event | None) -> I
             continue
 
 
-def _block(frame: Any) -> Samples:
+def _blocks(frame: Any) -> Iterator[Samples]:
     """(frames, channels) in [-1, 1], from packed or planar samples."""
     # Not frame.to_ndarray(): from eight planes on PyAV 18 reads past the last, into other memory.
     name, channels = frame.format.name.rstrip("p"), frame.layout.nb_channels
@@ -192,7 +221,10 @@ def _block(frame: Any) -> Samples:
     planar = frame.format.is_planar
     count = frame.samples if planar else frame.samples * channels
     planes: list[Any] = [AudioPlane(frame, index) for index in range(channels if planar else 1)]
-    arrays = [np.frombuffer(plane, dtype, count) for plane in planes]
-    values = np.stack(arrays, axis=1) if planar else arrays[0].reshape(-1, channels)
-    block: Samples = (values.astype(np.float32) - np.float32(zero)) / np.float32(scale)
-    return block
+    arrays = [np.frombuffer(plane, dtype, count).reshape(frame.samples, -1) for plane in planes]
+    step = max(1, _BLOCK_SAMPLES // channels)  # a packet of PCM may hold the whole file
+    for start in range(0, frame.samples, step):
+        values = np.concatenate([array[start : start + step] for array in arrays], axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):  # not finite, which is told later
+            block: Samples = (values.astype(np.float32) - np.float32(zero)) / np.float32(scale)
+        yield block

@@ -65,6 +65,7 @@ _MEDIA: list[tuple[int, bytes, str, set[Modality]]] = [
     (0, b"\xff\xd8\xff", "a JPEG image", _IMAGE),
     (0, b"\x89png\r\n", "a PNG image", _IMAGE | _VIDEO),
     (0, b"gif8", "a GIF image", _IMAGE | _VIDEO),
+    (0, b"\x00\x00\x01\x00", "a Windows icon", _IMAGE),
     (0, b"ii*\x00", "a TIFF image", _IMAGE),
     (0, b"mm\x00*", "a TIFF image", _IMAGE),
     (8, b"webp", "a WebP image", _IMAGE | _VIDEO),

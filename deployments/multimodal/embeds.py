@@ -1,5 +1,7 @@
 """Embeddings as clients send them: base64 of a torch.save, safetensors or npy file, into one verified array.
 
+The few numbers that a model may need beside them, such as the grid of an image, come in the same formats.
+
 Nothing is ever unpickled. The pickle in a torch file is read as data, and only the one form that torch.save
 writes for a plain tensor is understood: a call of `_rebuild_tensor_v2` on a named record of the archive. So
 no code can run, torch is not needed, and no memory is spent but for the decoded file, of which the array is a
@@ -15,23 +17,28 @@ import re
 import struct
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
-import pybase64
 from blake3 import blake3
 
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout
+from deployments.multimodal import base64
+from deployments.multimodal.base64 import Piece
 
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}  # numpy has no bfloat16
+NUMBER_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
-_SEGMENT = 4 * 256 * 1024  # base64 characters at a time: between two of them the work can be stopped
 _MAX_HEADER = 64 * 1024  # bytes of whatever describes the tensor: far more than one tensor needs
 _MAX_DIRECTORY = 128 * 1024  # bytes of a zip's directory
+_MAX_NUMBERS = 64
+_MAX_NUMBERS_FILE = 64 * 1024  # bytes
+_CHECKED = 2**20  # values at a time
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,12 @@ class _Declared:
 
 
 def load_embeds(
-    encoded: npt.NDArray[np.uint8], *, max_bytes: int, hidden_size: int | None, stopped: threading.Event
+    encoded: Sequence[Piece],
+    *,
+    max_bytes: int,
+    hidden_size: int | None,
+    stopped: threading.Event,
+    check_finite: bool = True,
 ) -> Embeds:
     """`encoded`: base64 text; `max_bytes`: of the decoded file; `hidden_size`: the model's, None if unknown.
 
@@ -64,33 +76,41 @@ def load_embeds(
     data = _decode(encoded, max_bytes, stopped)
     declared = _reader(data)(data)
     values = _verified(data, declared, hidden_size)
+    if check_finite:
+        _check_finite(declared.dtype, values)
     return Embeds(values, declared.dtype, _digest(declared.dtype, values))
 
 
-def _decode(encoded: npt.NDArray[np.uint8], max_bytes: int, stopped: threading.Event) -> mmap.mmap:
-    num_chars = len(encoded)
-    size = num_chars // 4 * 3 - bytes(encoded[-2:]).count(b"=")
+def load_numbers(encoded: Sequence[Piece], stopped: threading.Event) -> npt.NDArray[Any]:
+    """At most 64 integers or floats, flat. Raises as `load_embeds` does."""
+    data = _decode(encoded, _MAX_NUMBERS_FILE, stopped)
+    declared = _reader(data)(data)
+    if declared.dtype not in NUMBER_DTYPES:
+        raise InvalidMedia(f"Its dtype is {declared.dtype}; it must be one of {', '.join(NUMBER_DTYPES)}.")
+    if not 1 <= math.prod(declared.shape) <= _MAX_NUMBERS:
+        raise InvalidMedia(f"Its shape is {_text(declared.shape)}; it must have 1 to {_MAX_NUMBERS} numbers.")
+    return _contiguous(data, declared, np.dtype(NUMBER_DTYPES[declared.dtype])).copy()
+
+
+def _decode(encoded: Sequence[Piece], max_bytes: int, stopped: threading.Event) -> mmap.mmap:
+    num_chars = sum(piece.size for piece in encoded)
+    end = b"".join(piece[-2:].tobytes() for piece in encoded[-2:])[-2:]
+    size = num_chars // 4 * 3 - end.count(b"=")
     if size > max_bytes:
         raise MediaTooLarge(f"The embedding has {size} bytes; the limit is {max_bytes}.")
     if size <= 0 or num_chars % 4:
         raise InvalidMedia("The embedding is not valid base64: its length must be a multiple of 4.")
     data = mmap.mmap(-1, size)
-    for start in range(0, num_chars, _SEGMENT):
-        if stopped.is_set():
-            raise StageTimeout("The embedding was given up while it was decoded.")
-        data.write(_decode_segment(encoded[start : start + _SEGMENT]))
-    if data.tell() != size:
-        raise InvalidMedia("The embedding is not valid base64: there is padding before its end.")
-    return data
-
-
-def _decode_segment(segment: npt.NDArray[np.uint8]) -> bytes:
     try:
-        return pybase64.b64decode(segment.data, validate=True)
-    except ValueError:
+        for part in base64.decode(encoded):
+            if stopped.is_set():
+                raise StageTimeout("The embedding was given up while it was decoded.")
+            data.write(part)
+    except ValueError:  # of the decoder, and of a file that is too small for what came out
         raise InvalidMedia(
-            "The embedding is not valid base64, without line breaks and with padding."
+            "The embedding is not valid base64, without line breaks and with padding at its end alone."
         ) from None
+    return data
 
 
 def _reader(data: mmap.mmap) -> Callable[[mmap.mmap], _Declared]:
@@ -120,17 +140,36 @@ def _verified(data: mmap.mmap, declared: _Declared, hidden_size: int | None) -> 
         raise InvalidMedia(f"The embedding's shape is {_text(shape)}; it has no tokens.")
     if hidden_size is not None and width != hidden_size:
         raise InvalidMedia(f"The embedding's hidden size is {width}; the model's is {hidden_size}.")
+    return _contiguous(data, declared, np.dtype(DTYPES[declared.dtype])).reshape(num_tokens, width)
+
+
+def _contiguous(data: mmap.mmap, declared: _Declared, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A flat view of the file."""
+    shape = declared.shape
     if declared.strides is not None and not _is_contiguous(shape, declared.strides):
         raise InvalidMedia(
             "The embedding's strides are not those of a contiguous tensor: save .contiguous()."
         )
-    dtype = np.dtype(DTYPES[declared.dtype])
-    missing = declared.start + math.prod(shape) * dtype.itemsize - min(declared.end, len(data))
+    size = math.prod(shape)
+    missing = declared.start + size * dtype.itemsize - min(declared.end, len(data))
     if missing > 0:
         raise InvalidMedia(
             f"The embedding is truncated: {missing} bytes are missing for its shape {_text(shape)}."
         )
-    return np.frombuffer(data, dtype, num_tokens * width, declared.start).reshape(num_tokens, width)
+    return np.frombuffer(data, dtype, size, declared.start)
+
+
+def _check_finite(dtype: str, values: npt.NDArray[Any]) -> None:
+    """In steps: a mask of all values would be as large as an embedding of bytes."""
+    exponent = np.array(_EXPONENTS[dtype]).astype(
+        f"u{values.itemsize}"
+    )  # all of its bits are set in NaN and inf
+    bits = values.reshape(-1).view(exponent.dtype)
+    for start in range(0, len(bits), _CHECKED):
+        finite = bits[start : start + _CHECKED] & exponent != exponent
+        if not finite.all():
+            token, column = divmod(start + int(finite.argmin()), values.shape[1])
+            raise InvalidMedia(f"The embedding's value at [{token}, {column}] is not finite.")
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -155,7 +194,13 @@ _NPY_HEADER = re.compile(
     rb"\{'descr': '([^']{1,32})', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,15}(?:, ?|(?=\))))*)\), \}\s*\Z"
 )
-_NPY_DTYPES = {"<f2": "float16", "<f4": "float32"}
+_NPY_DTYPES = {
+    "<f2": "float16",
+    "<f4": "float32",
+    "<f8": "float64",
+    "<i4": "int32",
+    "<i8": "int64",
+}
 
 
 def _read_npy(data: mmap.mmap) -> _Declared:
@@ -184,7 +229,14 @@ def _length(field: bytes, length_format: str) -> int:
 
 # safetensors
 
-_SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_SAFETENSORS_DTYPES = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 def _read_safetensors(data: mmap.mmap) -> _Declared:

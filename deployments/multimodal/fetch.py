@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 import ssl
 import zlib
@@ -243,7 +244,8 @@ def _decompress(data: bytes, encoding: str, max_bytes: int) -> bytes:
     is_deflate = encoding == "deflate"
     is_raw = is_deflate and data[:1] and data[0] & 0x0F != 8  # a zlib header begins with method 8
     wbits = _RAW_DEFLATE if is_raw else _GZIP_OR_ZLIB
-    inflate, pieces, num_bytes = zlib.decompressobj(wbits), [], 0
+    # Not a list: joined at the end, all would be held twice.
+    inflate, inflated = zlib.decompressobj(wbits), io.BytesIO()
     try:
         for start in range(0, len(data), _SLICE):
             rest = data[start : start + _SLICE]
@@ -253,13 +255,12 @@ def _decompress(data: bytes, encoding: str, max_bytes: int) -> bytes:
                         break  # trailing bytes mean nothing there
                     inflate = zlib.decompressobj(wbits)  # gzip files may stand one after the other
                 piece = inflate.decompress(rest, _SLICE)
-                num_bytes += len(piece)
-                if num_bytes > max_bytes:
+                if inflated.tell() + len(piece) > max_bytes:
                     raise MediaTooLarge(f"The media URL's content decompresses to over {max_bytes} bytes.")
-                pieces.append(piece)
+                inflated.write(piece)
                 rest = inflate.unconsumed_tail or inflate.unused_data
     except zlib.error:
         raise FetchFailed("The media host sent a compressed body that is damaged.") from None
     if data and not inflate.eof:
         raise FetchFailed("The media host sent a compressed body that is cut short.")
-    return b"".join(pieces)
+    return inflated.getvalue()

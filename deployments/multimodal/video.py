@@ -22,11 +22,12 @@ import av
 import numpy as np
 import numpy.typing as npt
 from av.stream import Disposition
+from av.video.reformatter import VideoReformatter
 from PIL import Image, UnidentifiedImageError
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.multimodal.decoding import Decoded, check_cancelled, container_mime, open_container, refuse
-from deployments.multimodal.image import MIMES, PILLOW_ERRORS, opaque_rgb
+from deployments.multimodal.image import MIMES, PILLOW_ERRORS, rgb_tiles
 from deployments.types import Modality
 
 RGB = npt.NDArray[np.uint8]
@@ -37,6 +38,11 @@ _BACKGROUND = (255, 255, 255)  # under what is transparent
 _DEFAULT_FPS = Fraction(25)  # of a clip that does not say when its frames are shown
 _FASTEST_MS = 10  # animations that ask for less than this a frame get _SLOW_MS, as in browsers
 _SLOW_MS = 100
+# Frames that a decoder may hold besides its result: 16 to predict others from, and what waits to be shown.
+_HELD_FRAMES = 26
+_RGB_BYTES = 3  # of a pixel
+_ANIMATION_BYTES = 18  # of a pixel, that Pillow and its libraries hold of an animation
+_PROBED = 4  # FFmpeg may decode frames so many times over the limit to tell how large they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +129,22 @@ class _Sampling:
                 " pixels. Scale it down."
             )
 
-    def check_bytes(self, count: int, width: int, height: int) -> None:
-        if count * width * height * 3 > self.limits.max_decoded_bytes:
+    def held(self, pixel_format: Any) -> float:
+        """Bytes that the decoder holds of each pixel, at most."""
+        bits = pixel_format.padded_bits_per_pixel if pixel_format else 12
+        return (_HELD_FRAMES + self.limits.threads) * bits / 8 + _RGB_BYTES
+
+    def check_bytes(self, count: int, width: int, height: int, held: float) -> None:
+        """With the `held` bytes of each pixel, the peak stays below twice the limit."""
+        limit = self.limits.max_decoded_bytes
+        taken = count * width * height * _RGB_BYTES
+        if taken > limit or taken + width * height * held > 2 * limit:
             raise MediaTooLarge(
-                f"{count} frames of {width}x{height} are more than the limit of"
-                f" {self.limits.max_decoded_bytes} bytes. Scale the video down or ask for fewer frames."
+                f"{count} frames of {width}x{height} are more than the limit of {limit} bytes, with what"
+                " decoding them takes. Scale the video down or ask for fewer frames."
             )
 
-    def choose(self, timeline: Timeline, width: int, height: int) -> list[int]:
+    def choose(self, timeline: Timeline, width: int, height: int, held: float) -> list[int]:
         """The frames to take, once the clip and what is taken of it are known to be within the limits."""
         self.check_count(len(timeline.ticks))
         self.check_size(width, height)
@@ -138,7 +152,7 @@ class _Sampling:
             limit = self.limits.max_seconds
             raise MediaTooLarge(f"The video is longer than the limit of {limit:g} s. Cut it.")
         indices = timeline.choose(self.num_frames, self.fps, self.max_duration)
-        self.check_bytes(len(indices), width, height)
+        self.check_bytes(len(indices), width, height, held)
         return indices
 
 
@@ -180,11 +194,12 @@ def decode(
 
 def _read_container(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
     # FFmpeg checks this before it allocates a frame, whatever the header said.
-    options = {"max_pixels": str(sampling.limits.max_pixels)}
-    with open_container(data, Modality.VIDEO, _NAMES, options) as container:
+    max_pixels = sampling.limits.max_pixels
+    probing = {"max_pixels": str(_PROBED * max_pixels)}
+    with open_container(data, Modality.VIDEO, _NAMES, probing) as container:
         stream = _stream(container)
         decoder = stream.codec_context
-        decoder.options = options
+        decoder.options = {"max_pixels": str(max_pixels)}
         decoder.thread_count = sampling.limits.threads
         decoder.thread_type = "AUTO" if sampling.limits.threads > 1 else "SLICE"
         sampling.check_size(decoder.width, decoder.height)
@@ -234,7 +249,7 @@ def _by_packets(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[T
     last = max(shown, key=lambda packet: packet.pts)
     timeline = _timeline(times, last.duration, stream)
     decoder = stream.codec_context
-    indices = sampling.choose(timeline, decoder.width, decoder.height)
+    indices = sampling.choose(timeline, decoder.width, decoder.height, sampling.held(decoder.format))
     frames = _seek_frames(decoder, packets, times, indices, sampling)
     return timeline, indices, _collect(frames, len(indices), sampling)
 
@@ -243,16 +258,16 @@ def _by_frames(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Ti
     """By decoding everything twice."""
     decoder = stream.codec_context
     times: list[int | None] = []
-    size = (0, 0)
+    size, held = (0, 0), 0.0
     duration = 0
     for frame in _feed(decoder, packets, 0, sampling, strict=False):
         times.append(frame.pts)
         sampling.check_count(len(times))
-        size, duration = (frame.width, frame.height), frame.duration
+        size, held, duration = (frame.width, frame.height), sampling.held(frame.format), frame.duration
     if not times:
         raise InvalidMedia("The video is damaged or encrypted: no frame of it decodes.")
     timeline = _timeline(times, duration, stream)
-    indices = sampling.choose(timeline, *size)
+    indices = sampling.choose(timeline, *size, held)
     wanted = set(indices)
     again = _feed(decoder, packets, 0, sampling, strict=False)
     frames = (frame for index, frame in enumerate(again) if index in wanted)
@@ -325,21 +340,30 @@ def _collect(frames: Iterator[Any], count: int, sampling: _Sampling) -> RGB:
     """All frames in one array, in the size of the first."""
     clip: RGB | None = None
     taken = 0
+    reformatter = VideoReformatter()
     for frame in frames:
         sampling.check_cancelled()
         sampling.check_size(frame.width, frame.height)
         turn = frame.rotation // 90 % 4 if frame.rotation % 90 == 0 else 0  # counter-clockwise
         if clip is None:
             size = (frame.width, frame.height)
-            sampling.check_bytes(count, *size)  # once more: the header may have told another size
+            # Once more: the header may have told another size.
+            sampling.check_bytes(count, *size, sampling.held(frame.format))
             shape = (frame.height, frame.width) if turn % 2 == 0 else (frame.width, frame.height)
             clip = np.empty((count, *shape, 3), np.uint8)
-        pixels = frame.to_ndarray(width=size[0], height=size[1], format="rgb24")
-        clip[taken] = np.rot90(pixels, turn)
+        clip[taken] = np.rot90(_rgb(reformatter, frame, size), turn)
         taken += 1
     if clip is None or taken < count:
         raise InvalidMedia("The video is damaged and cannot be decoded.")
     return clip
+
+
+def _rgb(reformatter: VideoReformatter, frame: Any, size: tuple[int, int]) -> RGB:
+    """uint8[H, W, 3], a view of FFmpeg's memory: what `to_ndarray` gives, without its copy."""
+    width, height = size
+    plane: Any = reformatter.reformat(frame, width, height, "rgb24").planes[0]
+    lines: RGB = np.frombuffer(plane, np.uint8).reshape(height, plane.line_size)
+    return lines[:, : 3 * width].reshape(height, width, 3)
 
 
 # Animated images, by Pillow: FFmpeg leaves transparency and the frames' areas to its caller
@@ -351,12 +375,14 @@ def _read_animation(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[in
             sampling.check_size(*image.size)
             timeline = _animation_timeline(image, sampling)
             width, height = image.size
-            indices = sampling.choose(timeline, width, height)
+            indices = sampling.choose(timeline, width, height, _ANIMATION_BYTES)
             clip = np.empty((len(indices), height, width, 3), np.uint8)
             for taken, index in enumerate(indices):
                 sampling.check_cancelled()
                 image.seek(index)
-                clip[taken] = np.asarray(opaque_rgb(image, _BACKGROUND))
+                image.load()
+                for (left, top, right, bottom), tile in rgb_tiles(image, _BACKGROUND):
+                    clip[taken, top:bottom, left:right] = np.asarray(tile)
             return timeline, indices, clip, MIMES[str(image.format)]
     except UnidentifiedImageError:
         refuse(data, Modality.VIDEO, _NAMES)

@@ -1,0 +1,472 @@
+"""What small requests feel while large embeddings arrive, and what such an embedding costs.
+
+    .venv/bin/python -m scripts.bench_intake [--seconds 10] [--variant headrace|plain]
+
+Starts the server of serve_config.yaml, as it is and then the plain way: the whole body is joined and parsed
+by `json.loads`, and the embedding is loaded by `torch.load` in a thread of the ingress. Both get the same
+requests. Base64 of torch.save, of 8, 32 and 128 MiB, is sent as fast as it is taken, one after the other, and
+then four of 128 MiB at once; beside that a text is asked for and /health read, over and over. So many tokens
+are beyond the context: each embedding is answered with a 400 after it was loaded.
+
+`gap` is how late a loop of the ingress wakes from a sleep of 2 ms: of the application's loop and uvicorn's,
+the worse one. The probe is in this script. Linux only; on a machine with other work only ratios count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import http.client
+import io
+import json
+import mmap
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pybase64
+import yaml
+from blake3 import blake3
+from fastapi import FastAPI, Request, Response
+from ray.serve import Application
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import app.api
+import app.graph
+import app.ingress
+from app import gate
+from app.config import AppConfig
+from app.intake import Body
+from deployments.errors import PromptTooLong
+from deployments.multimodal.base64 import decode
+from deployments.payload import unpack_pieces
+from deployments.types import EmbeddingSource
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+SIZES = (8 * MIB, 32 * MIB, 128 * MIB)
+AT_ONCE = 4
+HIDDEN_SIZE = 128  # tiny-omni's
+COMPLETIONS = "/v1/chat/completions"
+STAGES = ("Ingress", "EmbeddingLoader", "MediaLoader", "MMPreprocessor", "Tokenizer", "Model")
+VARIANT = "HEADRACE_BENCH_VARIANT"
+START_S, STOP_S = 120, 60
+
+
+# In the server
+
+
+def build(args: dict[str, Any]) -> Application:
+    """`import_path: scripts.bench_intake:build`: the graph with an ingress that is watched."""
+    with patch("app.graph.Ingress", Ingress):
+        return app.graph.build(AppConfig.model_validate(args))
+
+
+def middlewares() -> list[Middleware]:
+    return [*gate.middlewares(), Middleware(_WatchOwnLoop)]
+
+
+class Gaps:
+    """How late the loop woke, in ms, since it was last asked."""
+
+    def __init__(self) -> None:
+        self._ms: list[float] = []
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self, sleep_s: float = 0.002) -> None:
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(sleep_s)
+            self._ms.append((time.perf_counter() - start - sleep_s) * 1000)
+
+    def take(self) -> list[float]:
+        taken, self._ms = self._ms, []
+        return taken
+
+
+_loops: list[Gaps] = []
+
+
+class _WatchOwnLoop:
+    _watching = False
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _WatchOwnLoop._watching:
+            _WatchOwnLoop._watching = True
+            _loops.append(Gaps())
+        await self._app(scope, receive, send)
+
+
+class Ingress(app.ingress.Ingress):
+    async def __init__(self, settings: Any, tokenizer: Any, media: Any, embeddings: Any, *rest: Any) -> None:  # type: ignore[misc]
+        if os.environ[VARIANT] == "plain":
+            _be_plain()
+            embeddings = _in_process(embeddings)
+        await super().__init__(settings, tokenizer, media, embeddings, *rest)
+        _loops.append(Gaps())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        api: FastAPI = super().__serve_build_asgi_app__()
+
+        @api.get("/bench/gaps")
+        async def gaps() -> list[list[float]]:
+            return [loop.take() for loop in _loops]
+
+        @api.get("/bench/store")
+        async def store() -> int:
+            return await asyncio.to_thread(_store_bytes)
+
+        @api.post("/bench/drain")
+        async def drain(http: Request) -> Response:
+            async for chunk in http.stream():
+                gate.taken(http.scope, len(chunk))
+            return Response()
+
+        return api
+
+
+def _store_bytes() -> int:
+    import ray
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return int(get_memory_info_reply(state).store_stats.object_store_bytes_used)
+
+
+def _be_plain() -> None:
+    async def read_body(chunks: AsyncIterable[bytes], **_: Any) -> Body:
+        document = b"".join([chunk async for chunk in chunks])
+        return Body(document, {}, len(document))
+
+    vars(app.api).update(read_body=read_body, parse=lambda body: json.loads(body.document))
+
+
+def _in_process(handle: Any) -> Any:
+    """Stands for the handle to EmbeddingLoader."""
+
+    def remote(source: EmbeddingSource, timeout_s: float) -> asyncio.Task[None]:
+        return asyncio.create_task(load(source))
+
+    async def load(source: EmbeddingSource) -> None:
+        pieces = await unpack_pieces(source.sent[source.name])
+        shape = await asyncio.to_thread(torch_load, b"".join(piece.data for piece in pieces))
+        raise PromptTooLong(f"{shape[0]} tokens are more than the model's context.")
+
+    def torch_load(text: bytes) -> tuple[int, ...]:
+        import torch
+
+        tensor: torch.Tensor = torch.load(io.BytesIO(pybase64.b64decode(text)), weights_only=True)
+        return tuple(tensor.shape)
+
+    return SimpleNamespace(ready=handle.ready, load=SimpleNamespace(remote=remote))
+
+
+# Around the server
+
+
+@dataclass
+class Server:
+    port: int
+    pids: dict[str, int]
+
+    @classmethod
+    @contextmanager
+    def start(cls, variant: str) -> Iterator[Server]:
+        mark = uuid.uuid4().hex
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "bench.yaml")
+            path.write_text(yaml.safe_dump(config := configured(variant)))
+            port = int(config["http_options"]["port"])
+            with Path(folder, "log.txt").open("w+") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "scripts.run_server", str(path)],
+                    cwd=ROOT,
+                    env={**os.environ, "RAY_ADDRESS": "local", "HEADRACE_BENCH": mark},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                try:
+                    wait_until_ready(port, process, log.name)
+                    yield cls(port, dict(stages(mark)))
+                finally:
+                    process.send_signal(signal.SIGINT)
+                    process.wait(STOP_S)
+
+    def get(self, path: str) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())
+
+    def anonymous_mib(self, stage: str) -> float:
+        status = Path(f"/proc/{self.pids[stage]}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+    def send(self, path: str, body: bytes) -> Sent:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        start = time.perf_counter()
+        connection.request("POST", path, body)
+        sent = time.perf_counter()
+        response = connection.getresponse()
+        answer = response.read()
+        done = time.perf_counter()
+        connection.close()
+        assert response.status in (200, 400), answer[:500]
+        return Sent((sent - start) * 1000, (done - start) * 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    sent_ms: float  # until the last byte was taken
+    wall_ms: float
+
+
+def configured(variant: str) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    application = config["applications"][0]
+    application["import_path"] = "scripts.bench_intake:build"
+    application["args"]["enable_mm_embeds"] = True
+    application["runtime_env"]["env_vars"] |= {
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "scripts.bench_intake:middlewares",
+        VARIANT: variant,
+    }
+    return config
+
+
+def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.2)
+    sys.exit("The server did not start:\n" + Path(log).read_text()[-4000:])
+
+
+def stages(mark: str) -> Iterator[tuple[str, int]]:
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdecimal() and mark in (entry / "environ").read_text(errors="replace"):
+                title = (entry / "cmdline").read_text().split("\0")[0]
+                if title.startswith("ray::ServeReplica:headrace:"):
+                    yield title.rpartition(":")[2], int(entry.name)
+
+
+# Measuring
+
+
+@dataclass
+class Figures:
+    health_ms: list[float] = field(default_factory=list)
+    text_ms: list[float] = field(default_factory=list)
+    gap_ms: list[list[float]] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+    peak_mib: dict[str, float] = field(default_factory=dict)
+
+
+def measure(server: Server, seconds: float, load: Callable[[], list[Sent]]) -> Figures:
+    """Small requests and samples of memory for some seconds while `load` runs over and over."""
+    figures, over = Figures(), threading.Event()
+
+    def repeat(step: Callable[[], object], pause_s: float) -> None:
+        while not over.is_set():
+            step()
+            over.wait(pause_s)
+
+    def sample() -> None:
+        for stage in server.pids:
+            figures.peak_mib[stage] = max(figures.peak_mib.get(stage, 0), server.anonymous_mib(stage))
+
+    health = http.client.HTTPConnection("127.0.0.1", server.port)
+    text = http.client.HTTPConnection("127.0.0.1", server.port)
+    server.get("/bench/gaps")
+    with ThreadPoolExecutor() as pool:
+        steps = [
+            pool.submit(repeat, lambda: figures.health_ms.append(health_ms(health)), 0.005),
+            pool.submit(repeat, lambda: figures.text_ms.append(first_token_ms(text)), 0.02),
+            pool.submit(repeat, sample, 0.02),
+        ]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            figures.sent += load()
+        over.set()
+        for step in steps:
+            step.result()
+    figures.gap_ms = server.get("/bench/gaps")
+    return figures
+
+
+def health_ms(connection: http.client.HTTPConnection) -> float:
+    start = time.perf_counter()
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+    return (time.perf_counter() - start) * 1000
+
+
+def first_token_ms(connection: http.client.HTTPConnection) -> float:
+    message = {"role": "user", "content": f"hello {time.time_ns()}"}
+    body = json.dumps({"messages": [message], "max_tokens": 8, "stream": True})
+    start = time.perf_counter()
+    connection.request("POST", COMPLETIONS, body)
+    response = connection.getresponse()
+    first = 0.0
+    while line := response.readline():
+        if b'"content":' in line and b'"content":""' not in line:
+            first = first or time.perf_counter()
+    return (first - start) * 1000
+
+
+def wait(seconds: float = 0.5) -> list[Sent]:
+    time.sleep(seconds)
+    return []
+
+
+def embedding(num_bytes: int) -> bytes:
+    """torch.save of float32 [tokens, HIDDEN_SIZE]."""
+    import torch
+
+    file = io.BytesIO()
+    torch.save(torch.rand(num_bytes // 4 // HIDDEN_SIZE, HIDDEN_SIZE), file)
+    return file.getvalue()
+
+
+def request(file: bytes) -> bytes:
+    marker = "the tensor"
+    part = {"type": "image_embeds", "image_embeds": marker}
+    body = json.dumps({"messages": [{"role": "user", "content": [part]}]})
+    return body.encode().replace(marker.encode(), base64.b64encode(file), 1)
+
+
+def at_once(server: Server, body: bytes, count: int) -> list[Sent]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda _: server.send(COMPLETIONS, body), range(count)))
+
+
+# What each step of one large embedding must cost
+
+
+def floors(server: Server, file: bytes, body: bytes) -> dict[str, float]:
+    """ms of each step alone: the least of three."""
+    text = np.frombuffer(base64.b64encode(file), np.uint8)
+    return {
+        "receive": least(lambda: server.send("/bench/drain", body)),
+        "copy": least(lambda: fresh(text.nbytes).write(text.data)),
+        "base64": least(lambda: decoded(text, fresh(len(file)))),
+        "load": least(lambda: blake3(file).hexdigest()),
+        "copy again": least(lambda: fresh(len(file)).write(file)),
+    }
+
+
+def fresh(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes)
+
+
+def decoded(text: Any, target: mmap.mmap) -> None:
+    for part in decode([text]):
+        target.write(part)
+
+
+def least(step: Callable[[], object], repeats: int = 3) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1000)
+    return min(times)
+
+
+# The report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each row")
+    parser.add_argument("--variant", choices=("headrace", "plain"), help="only this one")
+    args = parser.parse_args()
+    sys.setswitchinterval(0.0005)  # the threads that send must not be what the others wait for
+    files = {size: embedding(size) for size in SIZES}
+    bodies = {size: request(file) for size, file in files.items()}
+    for variant in [args.variant] if args.variant else ("headrace", "plain"):
+        with Server.start(variant) as server:
+            report(server, variant, args.seconds, files[SIZES[-1]], bodies)
+
+
+def report(server: Server, variant: str, seconds: float, file: bytes, bodies: dict[int, bytes]) -> None:
+    largest = bodies[SIZES[-1]]
+    memory = {stage: server.anonymous_mib(stage) for stage in server.pids}
+    store = server.get("/bench/store")
+    head = "gap p99.9    max  health p99    max   text p50    p99 ms    embeddings"
+    print(f"\n{variant:<18} {head}", flush=True)
+    measure(server, 2, wait)  # warm
+    idle = row("idle", measure(server, seconds, wait))
+    rows = [
+        row(f"{size // MIB} MiB", measure(server, seconds, lambda: [server.send(COMPLETIONS, body)]))  # noqa: B023
+        for size, body in bodies.items()
+    ]
+    rows.append(
+        row(f"{AT_ONCE} x 128 MiB", measure(server, seconds, lambda: at_once(server, largest, AT_ONCE)))
+    )
+    print_wall(server, file, largest)
+    peaks = {stage: max(figures.peak_mib[stage] for figures in [idle, *rows]) for stage in server.pids}
+    time.sleep(2)
+    print(f"object store: {store / MIB:.0f} MiB before, {server.get('/bench/store') / MIB:.0f} after")
+    for stage in STAGES:
+        before, peak, after = memory[stage], peaks[stage], server.anonymous_mib(stage)
+        print(f"{stage:<16} {before:5.0f} MiB of its own before, {peak:5.0f} at most, {after:5.0f} after")
+
+
+def row(name: str, figures: Figures) -> Figures:
+    worst = max(figures.gap_ms, key=lambda loop: quantile(loop, 0.999))
+    print(
+        f"{name:<18} {quantile(worst, 0.999):9.1f} {max(map(max, figures.gap_ms)):6.1f}"
+        f" {quantile(figures.health_ms, 0.99):11.1f} {max(figures.health_ms):6.1f}"
+        f" {quantile(figures.text_ms, 0.5):10.1f} {quantile(figures.text_ms, 0.99):6.1f}"
+        f" {len(figures.sent):17}",
+        flush=True,
+    )
+    return figures
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * q))]
+
+
+def print_wall(server: Server, file: bytes, body: bytes) -> None:
+    """Without other requests."""
+    steps = floors(server, file, body)
+    one = [server.send(COMPLETIONS, body) for _ in range(5)]
+    sent, wall = (statistics.median(getattr(s, f"{name}_ms") for s in one) for name in ("sent", "wall"))
+    four = statistics.median(max(s.wall_ms for s in at_once(server, body, AT_ONCE)) for _ in range(3))
+    must = sum(steps.values())
+    each = ", ".join(f"{name} {ms:.0f}" for name, ms in steps.items())
+    print(f"one of 128 MiB alone: {wall:.0f} ms, of which {sent:.0f} until it was sent")
+    print(f"its steps, each alone: {must:.0f} ms ({each}); it takes {wall / must:.2f} of their sum")
+    print(f"{AT_ONCE} at once: {four:.0f} ms, {four / wall:.2f} of one")
+
+
+if __name__ == "__main__":
+    main()

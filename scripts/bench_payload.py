@@ -1,0 +1,80 @@
+"""From which size on a text travels better through the object store than in the message.
+
+    RAY_worker_niceness=0 .venv/bin/python -m scripts.bench_payload [-n 200]
+
+One replica hands a text in pieces to another, in the message and by reference in alternation: pack, call
+through a handle, unpack, read every byte. Medians of `n`. `loop` is the longest time in which the sender's
+loop could do nothing else, which other requests feel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from typing import Any
+from unittest.mock import patch
+
+from ray import serve
+
+from deployments import payload
+from deployments.payload import pack_pieces, unpack_pieces
+from deployments.types import Payload
+
+KIB = 1024
+SIZES = [16 * KIB << i for i in range(9)]
+PIECE = 256 * KIB
+WARM_UP = 20
+
+
+class Receiver:
+    async def read(self, payloads: list[Payload]) -> int:
+        return sum(int(piece.max()) for piece in await unpack_pieces(payloads))
+
+
+class Sender:
+    def __init__(self, receiver: Any) -> None:
+        self._receiver = receiver
+
+    async def compare(self, num_bytes: int, n: int) -> list[tuple[float, float]]:
+        """Medians (wall, loop) in ms: in the message, by reference."""
+        times: list[list[tuple[float, float]]] = [[], []]
+        for _ in range(n + WARM_UP):
+            times[0].append(await self._send(num_bytes, inline_bytes=num_bytes))
+            times[1].append(await self._send(num_bytes, inline_bytes=0))
+        columns = [zip(*rows[WARM_UP:], strict=True) for rows in times]
+        return [(statistics.median(wall), statistics.median(busy)) for wall, busy in columns]
+
+    async def _send(self, num_bytes: int, inline_bytes: int) -> tuple[float, float]:
+        pieces = [b"A" * min(PIECE, num_bytes - start) for start in range(0, num_bytes, PIECE)]
+        with patch.object(payload, "INLINE_BYTES", inline_bytes):
+            start = time.perf_counter()
+            sending = asyncio.create_task(self._call(pieces))
+            busy = 0.0
+            while not sending.done():
+                turn = time.perf_counter()
+                await asyncio.sleep(0)
+                busy = max(busy, time.perf_counter() - turn)
+            return (time.perf_counter() - start) * 1000, busy * 1000
+
+    async def _call(self, pieces: list[bytes]) -> None:
+        assert await self._receiver.read.remote([await pack_pieces(pieces)]) == len(pieces) * ord("A")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", type=int, default=200)
+    args = parser.parse_args()
+    handle = serve.run(serve.deployment(Sender).bind(serve.deployment(Receiver).bind()))
+    print("KiB       in the message: wall  loop    by reference: wall  loop   (ms)")
+    for size in SIZES:
+        inline, ref = handle.compare.remote(size, args.n).result()
+        print(f"{size // KIB:<8} {inline[0]:22.2f} {inline[1]:5.2f} {ref[0]:21.2f} {ref[1]:5.2f}", flush=True)
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()

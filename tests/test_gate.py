@@ -1,0 +1,82 @@
+"""As it stands in the ingress: uvicorn's `receive` before it, Serve's unbounded queue behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from app import gate
+from app.gate import AHEAD_BYTES, GateMiddleware
+
+CHUNK = b"x" * (256 * 1024)
+
+
+class Body:
+    """Chunks without an end, as uvicorn hands them out."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    async def receive(self) -> dict[str, Any]:
+        self.num_bytes += len(CHUNK)
+        return {"type": "http.request", "body": CHUNK, "more_body": True}
+
+
+class Serve:
+    """Takes what comes, as fast as it comes."""
+
+    def __init__(self) -> None:
+        self.scope: dict[str, Any] = {}
+        self.queue: deque[dict[str, Any]] = deque()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scope = scope
+        while True:
+            self.queue.append(await receive())
+
+
+async def settled() -> None:
+    """Every task has come as far as it can; nothing here waits for anything but the loop."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def never(_: object) -> None:
+    raise AssertionError
+
+
+async def test_no_more_is_received_than_the_application_takes() -> None:
+    body, serve = Body(), Serve()
+    task = asyncio.create_task(GateMiddleware(serve)({"type": "http"}, body.receive, never))
+    await settled()
+    assert AHEAD_BYTES < body.num_bytes <= AHEAD_BYTES + len(CHUNK)
+    before = body.num_bytes
+    await asyncio.to_thread(gate.taken, serve.scope, 2 * len(CHUNK))  # the application's loop is another one
+    await settled()
+    assert body.num_bytes == before + 2 * len(CHUNK)
+    task.cancel()
+
+
+async def test_requests_do_not_share_a_gate() -> None:
+    bodies = [Body(), Body()]
+    middleware = GateMiddleware(Serve())
+    tasks = [asyncio.create_task(middleware({"type": "http"}, b.receive, never)) for b in bodies]
+    await settled()
+    assert {body.num_bytes for body in bodies} == {AHEAD_BYTES + len(CHUNK)}
+    for task in tasks:
+        task.cancel()
+
+
+async def test_other_connections_pass() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        assert await receive() == "as it is"
+
+    async def receive() -> Any:
+        return "as it is"
+
+    await GateMiddleware(application)({"type": "lifespan"}, receive, never)
+
+
+def test_without_the_middleware_nothing_is_counted() -> None:
+    gate.taken({"type": "http"}, 5)

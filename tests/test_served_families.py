@@ -1,0 +1,124 @@
+"""Families whose items need more than a call for each: from the request to the tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import pytest
+from family_models import checkpoint
+from local_graph import LocalGraph, local
+from PIL import Image
+from ray.exceptions import OwnerDiedError
+from tiny_models import chat, image, joint_call
+
+from app.config import AppConfig
+from deployments.preprocess import MMPreprocessor
+from deployments.types import MMBatch, MMFeatures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ITEMS = [image(i, *size) for i, size in enumerate(((40, 56), (100, 30), (560, 270)))]
+
+
+def body(**fields: object) -> dict[str, object]:
+    pngs = [{"type": "image_url", "image_url": {"url": as_png(arrays["pixels"])}} for _, arrays in ITEMS]
+    content = ["One:\n", pngs[0], "two ", pngs[1], pngs[2], "and now?"]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "ignore_eos": True, **fields}
+
+
+def as_png(pixels: Any) -> str:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+CONVERSATION = chat("One:\n", ITEMS[0][0], "two ", ITEMS[1][0], ITEMS[2][0], "and now?")
+
+
+def graph(folder: str) -> LocalGraph:
+    return LocalGraph(AppConfig.model_validate({"model": folder}))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "LLaVA-OneVision", "Idefics3"])
+async def test_prompts_are_those_of_one_joint_call(name: str) -> None:
+    """Gemma 3: texts of items grow together with the prompt. LLaVA-OneVision: several images in one call."""
+    folder = checkpoint(name)
+    async with await graph(folder).client() as client:
+        rendered = (await client.post("/v1/chat/completions/render", json=body())).json()
+        answer = (await client.post("/v1/chat/completions", json=body())).json()
+    expected = joint_call(folder, CONVERSATION, ITEMS)["input_ids"][0].tolist()
+    assert rendered["prompt_token_ids"] == expected
+    assert [item["param"] for item in rendered["items"]] == [f"messages[0].content[{i}]" for i in (1, 3, 4)]
+    assert answer["usage"]["prompt_tokens"] == len(expected)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+async def test_settings_reach_the_processor_and_others_are_refused() -> None:
+    folder = checkpoint("Gemma 3")
+    async with await graph(folder).client() as client:
+        plain, cropped = [
+            (await client.post("/v1/chat/completions/render", json=body(mm_processor_kwargs=kwargs))).json()
+            for kwargs in ({}, {"do_pan_and_scan": True})
+        ]
+        refused = await client.post("/v1/chat/completions", json=body(mm_processor_kwargs={"max_pixels": 99}))
+    expected = joint_call(folder, CONVERSATION, ITEMS, do_pan_and_scan=True)["input_ids"][0].tolist()
+    assert cropped["prompt_token_ids"] == expected != plain["prompt_token_ids"]
+    assert not {i["digest"] for i in plain["items"]} & {i["digest"] for i in cropped["items"]}
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].endswith("Its settings: do_pan_and_scan.")
+
+
+class Forgetful(MMPreprocessor):
+    """Loses its inputs the first time."""
+
+    forgets = True
+
+    async def process_together(self, *args: Any) -> MMBatch:
+        if self.forgets:
+            self.forgets = False
+            raise OwnerDiedError("00" * 28, None, "")
+        return await super().process_together(*args)
+
+
+async def test_items_that_go_together_are_loaded_again_where_one_is_lost() -> None:
+    served = graph(checkpoint("LLaVA-OneVision"))
+    forgetful = local(Forgetful, served.config.preprocess)
+    async with await served.client(preprocessor=forgetful) as client:
+        rendered = await client.post("/v1/chat/completions/render", json=body())
+    assert rendered.status_code == 200
+    assert len(rendered.json()["items"]) == 3
+
+
+async def test_one_broken_item_of_those_that_go_together_is_named() -> None:
+    content: list[object] = [*body()["messages"][0]["content"]]  # type: ignore[index]
+    content[3] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
+    broken = {"messages": [{"role": "user", "content": content}]}
+    async with await graph(checkpoint("LLaVA-OneVision")).client() as client:
+        answer = await client.post("/v1/chat/completions", json=broken)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["param"] == "messages[0].content[3]"
+
+
+class OneShort(MMPreprocessor):
+    """Its items take a place less in the prompt than the model has embeddings for."""
+
+    async def process(self, *args: Any) -> MMFeatures:
+        features = await super().process(*args)
+        most = max(range(len(features.replacement)), key=lambda i: features.replacement[i][1])
+        token_id, count = features.replacement[most]
+        features.replacement[most] = (token_id, count - 1)
+        return features
+
+
+async def test_a_wrong_number_of_placeholders_is_an_error_of_that_request_alone() -> None:
+    served = graph(checkpoint("Idefics3"))
+    short = local(OneShort, served.config.preprocess)
+    async with await served.client(preprocessor=short) as client:
+        broken = await client.post("/v1/chat/completions", json=body())
+        text = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
+        fine = await client.post("/v1/chat/completions", json=text)
+    assert broken.status_code == 500
+    assert broken.json()["error"]["message"] == "The model failed on this request."
+    assert fine.status_code == 200
