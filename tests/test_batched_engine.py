@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -13,10 +14,12 @@ from typing import Any
 import batched_families
 import numpy as np
 import pytest
+import tiny_families
 import tiny_models
 import torch
 import transformers
 from batched_families import Family, family
+from family_models import WITH_MODELS, tiny_model
 
 from deployments.checkpoint import load_model
 from deployments.engine.base import EngineItem
@@ -25,12 +28,16 @@ from deployments.engine.runner import bytes_per_token, why_not
 from deployments.errors import Overloaded, ServingError, StageUnavailable
 from deployments.types import Delta, Prompt, SamplingParams
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of GLM-4V's processor
+]
 
 torch.set_num_threads(1)  # as in the model's stage; for such small models more are only slower
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=24)
+NOT_IN_BATCHES = {"Gemma 3", "Gemma 4", "Mistral 3 (Pixtral)", "Phi-4-multimodal", "Qwen3-VL"}
 FAMILIES = [*batched_families.NAMES, "omni"]
 
 
@@ -172,6 +179,39 @@ async def test_greedy_is_that_of_generate_among_others(name: str, limits: str) -
         assert (stats.preemptions > 0) == (limits == "small cache")
         assert (stats.prefix_hit_tokens > 0) == (limits != "small cache")
         assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "chosen", [family for family in WITH_MODELS if family.name not in NOT_IN_BATCHES], ids=str
+)
+async def test_whole_conversations_through_the_processors(chosen: tiny_families.Family) -> None:
+    """Several items of each modality in six messages, against one call of processor and `generate`."""
+    folder, items = chosen.folder(), tiny_families.samples(chosen)
+    if chosen.name == "GLM-4V":  # its model takes images or videos in one request
+        items = [item for item in items if item[0].modality == "image"]
+    model = copy.deepcopy(tiny_model(chosen))
+    for parameter in model.get_decoder().parameters():
+        parameter.data *= 4 if parameter.ndim > 1 else 1  # else it would answer one token for ever
+    conversation = tiny_families.conversation(items)
+    inputs = tiny_models.joint_call(folder, conversation, items)
+    with torch.inference_mode():
+        expected = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=[10**6],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    told = [float(row.log_softmax(-1).max()) for row in expected.logits]
+    ready = tiny_models.engine_items_of(folder, items)
+    prompt = tiny_models.tokenizer(folder).encode(conversation, [item.features.edges for item in ready])
+    assert why_not(model) is None
+    with running(model, Limits(step_tokens=64)) as engine:
+        parts = await deltas(engine, prompt, ready, replace(GREEDY, top_logprobs=0))
+    tokens = [token for delta in parts for token in delta.token_ids]
+    assert tokens == expected.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    assert [each.logprob for delta in parts for each in delta.logprobs] == pytest.approx(told, abs=1e-3)
 
 
 async def test_a_prefix_is_shared_as_far_as_text_and_media_are_the_same() -> None:
@@ -503,3 +543,8 @@ def test_what_is_not_served_in_batches() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_served_in_batches(name: str) -> None:
     assert why_not(named(name).model) is None
+
+
+@pytest.mark.parametrize("chosen", [f for f in WITH_MODELS if f.name in NOT_IN_BATCHES], ids=str)
+def test_families_that_are_served_one_by_one(chosen: tiny_families.Family) -> None:
+    assert why_not(tiny_model(chosen))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from deployments.engine.blocks import BLANK, BLOCK, RESERVED, SINK
 from deployments.engine.inputs import FOR_POSITIONS, for_positions, given, is_embedded, places_of
 from deployments.engine.scheduler import Chunk, MediaSpan
 from deployments.errors import ServingError
+from deployments.multimodal.joining import join_rule
 from deployments.multimodal.placeholders import expand
 from deployments.types import Prompt
 
@@ -33,10 +35,13 @@ from deployments.types import Prompt
 # in batches by what their config says of their attention.
 BATCHED = frozenset(
     {
+        "glm4v",
+        "idefics3",
         "internvl",
         "llava",
         "llava_next",
         "llava_onevision",
+        "ovis2",
         "qwen2_5_omni_thinker",
         "qwen2_5_vl",
         "qwen2_audio",
@@ -49,7 +54,8 @@ def why_not(model: Any) -> str | None:
     """Why the model cannot be served in batches, or None."""
     config = model.config
     text = config.get_text_config()
-    if text is not config and config.model_type not in BATCHED:
+    takes_text_only = text is config and model.input_modalities in ("text", ("text",))
+    if not takes_text_only and config.model_type not in BATCHED:
         return f"{config.model_type} has not been tried"
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - {"full_attention"} or (not kinds and getattr(text, "sliding_window", None)):
@@ -95,6 +101,7 @@ class Runner:
         index of the token. Raises ServingError.
         """
         token_ids, spans = expand(prompt, [item.features for item in items])
+        items = [_among(item, items) for item in items]
         media = [MediaSpan(item, _key(item), span.offset) for item, span in zip(items, spans, strict=True)]
         media.sort(key=lambda span: span.offset)
         inputs = for_positions(prompt, items, self._generate_accepts, self._model.dtype)
@@ -257,6 +264,18 @@ def bytes_per_token(model: Any) -> int:
     heads, size = kv_shape(model)
     layers: int = model.config.get_text_config().num_hidden_layers
     return 2 * layers * heads * size * int(model.dtype.itemsize)
+
+
+def _among(item: EngineItem, items: Sequence[EngineItem]) -> EngineItem:
+    """With the sum over the request where an encoder must know it: of several images LLaVA-OneVision cuts
+    none into tiles.
+    """
+    sums = {
+        name: np.asarray(sum(other.arrays[name] for other in items if name in other.arrays))
+        for name in item.arrays
+        if join_rule(item.features.family, name).axis is None
+    }
+    return replace(item, arrays=item.arrays | sums) if sums else item
 
 
 def _key(item: EngineItem) -> bytes:
