@@ -69,6 +69,7 @@ class ApiSettings:
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
     enable_mm_embeds: bool = False
     enable_prompt_embeds: bool = False
+    enable_reset_mm_cache: bool = False
     page: bool = True  # at /
     api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
     cors_allow_origins: list[str] = field(default_factory=list)
@@ -216,6 +217,13 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         request = parse_as(DetokenizeRequest, document)
         check_model(request.model)
         return (await pipeline.decode(request.tokens, deadline)).text
+
+    if settings.enable_reset_mm_cache:
+
+        @app.post("/reset_mm_cache")
+        async def reset_mm_cache() -> Response:
+            await pipeline.reset_caches()
+            return Json({})
 
     @app.get("/v1/models")
     async def models() -> Response:

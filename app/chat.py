@@ -18,6 +18,7 @@ from app.protocol import (
     ImagePart,
     InputAudioPart,
     MediaIOKwargs,
+    NamedPart,
     Numbers,
     ProcessorKwargs,
     TextPart,
@@ -40,7 +41,7 @@ class Item:
 
     param: str  # "messages[0].content[1]"
     modality: Modality | None  # None: embeddings in the place of text
-    kind: Literal["url", "data", "embeds"]
+    kind: Literal["url", "data", "embeds", "name"]  # "name": sent before, by its uuid
     url: str = ""
     header: str = ""  # kind "data": "image/png;base64"
     data: bytes | LongString = b""  # kind "data": what follows the comma, still encoded
@@ -59,6 +60,7 @@ class ParsedChat:
     chat: Chat
     items: list[Item]  # in the order in which the user wrote them, across messages and modalities
     settings: ProcessorSettings = field(default_factory=dict)  # of the checkpoint's processor
+    salt: str = ""  # names of items are known within it
 
     @property
     def num_text_bytes(self) -> int:
@@ -101,13 +103,17 @@ def parse_chat(
         named = {"name": whole_text(message.name, strings)} if message.name else {}
         messages.append({"role": message.role, "content": content, **named})
     _check_counts(items, limits or {})
-    return ParsedChat(Chat(messages), items, request.mm_processor_kwargs.of_processor())
+    return ParsedChat(
+        Chat(messages), items, request.mm_processor_kwargs.of_processor(), request.cache_salt or ""
+    )
 
 
 def check_short(request: ChatRequest, strings: Mapping[str, LongString]) -> None:
     """Raises InvalidRequest for a long string that the intake moved out where only short ones make sense."""
     if request.model in strings:
         raise InvalidRequest("model is too long.", "model")
+    if request.cache_salt in strings:
+        raise InvalidRequest("cache_salt is too long.", "cache_salt")
     if any(stop in strings for stop in request.stop):
         raise InvalidRequest("stop is too long.", "stop")
 
@@ -138,6 +144,8 @@ def _item(part: ContentPart, param: str, strings: Mapping[str, LongString], off:
         raise InvalidRequest(f"{param}: uuid is too long.", param)
     if isinstance(part, EmbedsPart):
         item = _embeds(part, param, strings, off)
+    elif isinstance(part, NamedPart):
+        item = Item(param, Modality(part.modality), "name")
     else:
         item = _media(part, param, strings)
     return replace(item, uuid=part.uuid)

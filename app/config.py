@@ -39,6 +39,7 @@ class AppConfig(BaseModel):
     )  # items of a request; a modality that is not named has no limit
     enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
     enable_prompt_embeds: bool = False
+    enable_reset_mm_cache: bool = False  # whether POST /reset_mm_cache is there
     page: bool = True  # the page at /
     api_keys_file: str = Field(default="", validate_default=True)  # one a line; and see app/auth.py
     cors_allow_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = Field(
@@ -89,6 +90,7 @@ class AppConfig(BaseModel):
             self.limit_mm_per_prompt,
             self.enable_mm_embeds,
             self.enable_prompt_embeds,
+            self.enable_reset_mm_cache,
             self.page,
             key_digests(self.api_keys_file),
             self.cors_allow_origins,

@@ -90,6 +90,20 @@ class InputAudioPart(_ItemPart):
     input_audio: InputAudio
 
 
+class NamedPart(_Wire):
+    """An item that was sent before, by its uuid alone."""
+
+    modality: Literal["image", "audio", "video"]
+    uuid: str = Field(min_length=1, max_length=MAX_UUID)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_modality(cls, data: Any) -> Any:
+        kind = _part_kind(data)
+        assert kind is not None
+        return {**data, "modality": "audio" if kind == "input_audio" else kind.removesuffix("_url")}
+
+
 Numbers = list[int | float]
 
 
@@ -137,7 +151,10 @@ def _part_tag(part: Any) -> str | None:
     kind = _part_kind(part) if isinstance(part, dict) else None
     if kind is None:
         return None
-    return _UNION + ("embeds" if kind.endswith("_embeds") else kind)
+    if kind.endswith("_embeds"):
+        return _UNION + "embeds"
+    named = kind != "text" and part.get("uuid") is not None and _payload(part, kind) is None
+    return _UNION + ("named" if named else kind)
 
 
 def _part_kind(part: dict[str, Any]) -> str | None:
@@ -159,7 +176,8 @@ ContentPart = Annotated[
     | Annotated[InputAudioPart, Tag(_UNION + "input_audio")]
     | Annotated[AudioPart, Tag(_UNION + "audio_url")]
     | Annotated[VideoPart, Tag(_UNION + "video_url")]
-    | Annotated[EmbedsPart, Tag(_UNION + "embeds")],
+    | Annotated[EmbedsPart, Tag(_UNION + "embeds")]
+    | Annotated[NamedPart, Tag(_UNION + "named")],
     Discriminator(
         _part_tag,
         custom_error_type="part_type",
@@ -196,12 +214,13 @@ class Message(_Wire):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _no_media_by_name_alone(cls, content: Any) -> Any:
-        """Other servers take a uuid for an item sent before; here it would be misread as a missing field."""
+    def _no_embeddings_by_name_alone(cls, content: Any) -> Any:
+        """They are not kept; without this it would be misread as a missing field."""
         for index, part in enumerate(content if isinstance(content, list) else []):
             kind = _part_kind(part) if isinstance(part, dict) else None
-            if kind and part.get("uuid") is not None and _payload(part, kind) is None:
-                raise _Unserved(f"{kind} is missing: nothing is kept by its uuid here, send the item", index)
+            by_name = kind and part.get("uuid") is not None and _payload(part, kind) is None
+            if kind and by_name and kind.endswith("_embeds"):
+                raise _Unserved(f"{kind} is missing: embeddings are not kept by their uuid, send them", index)
         return content
 
 
@@ -326,6 +345,7 @@ class ChatRequest(_Wire):
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None
+    cache_salt: str | None = Field(default=None, max_length=MAX_UUID)  # as vLLM: names are known within it
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
     mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding

@@ -16,7 +16,7 @@ from deployments.errors import InvalidMedia, MediaTooLarge, ServingError
 from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.joining import join_rule, part
-from deployments.multimodal.pixel_layout import without_relayout
+from deployments.multimodal.pixel_layout import channels_first, without_relayout
 from deployments.multimodal.placeholders import PER_TOKEN
 from deployments.multimodal.settings import ProcessorSettings, as_kwargs, settings_of
 from deployments.types import Arrays, Edges, InputSpec, Media, MediaOptions, Modality
@@ -254,14 +254,14 @@ def _video(processor: Any, items: Sequence[tuple[Media, Arrays]]) -> dict[str, A
     kwargs: dict[str, Any] = {
         "do_sample_frames": False,  # the frames have been chosen when the clip was decoded
         "video_metadata": [metadata],
-        "input_data_format": "channels_last",
+        "input_data_format": "channels_first",
     }
     if "video_second_per_grid" in processor.model_input_names:
         # Omni processors take the rate from here instead of the metadata, one for all.
         (only,) = metadata
         assert only is not None
         kwargs["fps"] = len(only["frames_indices"]) / only["total_num_frames"] * only["fps"]
-    return {"videos": [[arrays["frames"] for _, arrays in items]], "videos_kwargs": kwargs}
+    return {"videos": [[channels_first(arrays["frames"]) for _, arrays in items]], "videos_kwargs": kwargs}
 
 
 _AS_ARGUMENTS: dict[Modality, Callable[[Any, Sequence[tuple[Media, Arrays]]], dict[str, Any]]] = {

@@ -63,6 +63,14 @@ class MediaOptions:
     decode_again: bool = True  # the arrays are wanted of what was decoded before, too
 
 
+class Name(NamedTuple):
+    """What a client calls an item. Clients with different salts never see each other's."""
+
+    salt: str
+    modality: Modality
+    uuid: str
+
+
 @dataclass(frozen=True, slots=True)
 class Media:
     """One decoded item.
@@ -81,6 +89,7 @@ class Media:
     video_metadata: dict[str, Any] | None = None  # {"total_num_frames", "fps", "frames_indices", "duration"}
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
     cached: bool = False
+    name: Name | None = None  # by which it may be asked for again
 
 
 # Features with the seconds of a step of a video's grid, as families call them; clients may use either.
@@ -149,6 +158,15 @@ class MMFeatures:
     def length(self) -> int:
         """Token ids that replace the placeholder: `num_tokens` and what the family wraps around them."""
         return sum(count for _, count in self.replacement)
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """An item that was asked for by its name."""
+
+    media: Media  # without its arrays
+    features: MMFeatures
+    service_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +265,7 @@ class InputSpec:
     options: MediaOptions
     # What a request may set of the processor, by name, and the largest value; None for what is on or off.
     settings: dict[str, int | None] = field(default_factory=dict)
+    caches: bool = False  # whether what was processed before is kept: then it need not be decoded again
     together: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
     embeds: dict[Modality, EmbedsForm] = field(default_factory=dict)  # of the modalities that can be embedded
 

@@ -9,8 +9,11 @@ tokenize  a prompt of 300 words through `Tokenizer`, while 4 images are in prepr
           process, with one thread pool for all and with a pool for each
 http      time to the first token of a text, while 8 requests with a 12 MP JPEG are in flight, the longest
           wait for /health, image requests a second, and the CPU time that one costs, by process
-replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop
+replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop;
+          one request with 20 images, and another's single image beside it
 latency   a request with one image, against one process that does the same work in a row, in alternation
+hops      one call of `MMPreprocessor` with the pixels in the message, and in the object store, by size: where
+          `INLINE_BYTES` of deployments/payload.py should be
 
 What else the machine did meanwhile is printed beside each figure, in cores: on a busy one figures say little.
 """
@@ -25,6 +28,7 @@ import http.client
 import itertools
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -61,10 +65,12 @@ MAX_PIXELS = 200704
 SIZES = {"512²": (512, 512), "1024²": (1024, 1024), "2048²": (2048, 2048), "12 MP": (4000, 3000)}
 PREPROCESSING = 4  # images in flight
 REQUESTS = 8
-SECONDS = 8.0  # of each measurement
-PAUSE_S = 0.02  # between texts
+MANY = 20
+SECONDS = 5.0  # of each measurement
+PAUSE_S = 0.03  # between texts
 WARM_UP_S = 2.0
 LATENCY_N = 25
+HOPS_N = 25
 PROMPT = " ".join(f"word{i % 97} and" for i in range(150))
 TIMEOUT_S = 60.0
 
@@ -73,19 +79,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         CHILDREN[args.child[0]](args.child[1])
         return
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(unknown)}")
     model = qwen_vl(patch_size=14, max_pixels=MAX_PIXELS, context=8192)
-    parts = args.parts or list(PARTS)
-    if ONE_REPLICA & set(parts):
+    parts = args.parts or PARTS
+    if set(parts) & ON_ONE_SERVER.keys():
         with running(model) as server:
-            for part in ONE_REPLICA_ORDER:
-                if part in parts:
-                    PARTS[part](server, model)
+            for name, part in ON_ONE_SERVER.items():
+                if name in parts:
+                    part(server, model)
     if "replicas" in parts:
         replicas(model)
 
@@ -276,7 +284,7 @@ async def _inside(own: bool, model: str) -> dict[str, list[float]]:
         return await loop.run_in_executor(prompts, encoder.encode, CHAT)
 
     def process(item: Media, arrays: Arrays) -> Awaitable[object]:
-        return loop.run_in_executor(images, processor.get().process, [(item, arrays)])
+        return loop.run_in_executor(images, lambda: processor.get().process([(item, arrays)]))
 
     await times_of(once, 1)
     times = {"idle": await times_of(once, SECONDS / 2)}
@@ -340,19 +348,23 @@ def under_load(server: Server, model: str) -> None:
 
 
 class Photo:
-    """Bodies of requests with one JPEG, each with a comment of its own in the file."""
+    """Bodies of requests with JPEGs, each with a comment of its own in the file."""
 
-    def __init__(self, width: int, height: int, **fields: object) -> None:
+    def __init__(self, width: int, height: int, count: int = 1) -> None:
         data = jpeg(width, height)
-        content = [{"type": "image_url", "image_url": {"url": "@"}}, {"type": "text", "text": "what is it?"}]
-        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
-        self._before, self._after = json.dumps(fields).encode().split(b"@")
-        self._before += b"data:image/jpeg;base64,"
+        part: dict[str, object] = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,@"}}
+        content = [part] * count + [{"type": "text", "text": "what is it?"}]
+        request = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        self._between = json.dumps(request).encode().split(b"@")
         self._rest = base64.b64encode(data[2:])
 
     def body(self) -> bytes:
-        comment = b"\xff\xd8\xff\xfe\x00\x0b" + b"%09d" % (os.getpid() * 1000 + next(_numbers))
-        return b"".join((self._before, base64.b64encode(comment), self._rest, self._after))
+        start, *between = self._between
+        return start + b"".join(self._file() + text for text in between)
+
+    def _file(self) -> bytes:
+        comment = b"\xff\xd8\xff\xfe\x00\x0b" + b"%09d" % next(_numbers)
+        return base64.b64encode(comment) + self._rest
 
 
 @contextmanager
@@ -425,9 +437,15 @@ def image_requests(server: Server, photo: Photo, in_flight: int) -> Iterator[lis
             future.result()
 
 
-def completion(own: http.client.HTTPConnection, body: bytes) -> float:
+def completion(
+    own: http.client.HTTPConnection,
+    body: bytes,
+    path: str = COMPLETIONS,
+    request_id: str = "",
+) -> float:
+    """Milliseconds to the whole answer."""
     start = time.perf_counter()
-    own.request("POST", COMPLETIONS, body)
+    own.request("POST", path, body, {"x-request-id": request_id} if request_id else {})
     response = own.getresponse()
     answer = response.read()
     assert response.status == 200, answer
@@ -442,18 +460,55 @@ def replicas(model: str) -> None:
     bare = json.loads(child("bare", model))
     print(f"  transformers' processor in a loop  {bare['plain']:6.2f} images/s")
     print(f"  the same by ItemProcessor          {bare['ours']:6.2f} images/s")
-    rates = []
+    rates: list[float] = []
     for count in (1, 2):
-        with running(model, count) as server, handles(server) as stage:
+        with running(model, count) as server:
             before = Cpu.now(server.mark)
-            rates.append(asyncio.run(_rate(stage("MMPreprocessor"), PREPROCESSING * count)))
+            with handles(server) as stage:
+                rates.append(asyncio.run(_rate(stage("MMPreprocessor"), PREPROCESSING * count)))
             _, others = Cpu.now(server.mark).since(before)
-        print(
-            f"  {count} replica(s)                       {rates[-1]:6.2f} images/s   "
-            f"{rates[-1] / rates[0]:4.2f} x one, {rates[-1] / bare['plain']:4.2f} x the processor, "
-            f"{rates[-1] / bare['ours']:4.2f} x ItemProcessor   (others {others:.2f} cores)",
-            flush=True,
-        )
+            print(
+                f"  {count} replica(s)                       {rates[-1]:6.2f} images/s   "
+                f"{rates[-1] / rates[0]:4.2f} x one, {rates[-1] / bare['plain']:4.2f} x the processor, "
+                f"{rates[-1] / bare['ours']:4.2f} x ItemProcessor   (others {others:.2f} cores)",
+                flush=True,
+            )
+            if count == 2:
+                twenty(server)
+
+
+def twenty(server: Server) -> None:
+    """One request with 20 images: who works on them, and what it is to another's single image."""
+    one, many = Photo(*SIZES["12 MP"]), Photo(*SIZES["12 MP"], count=MANY)
+    with connection(server) as own, connection(server) as other, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            rendering(own, one.body(), "warm")
+        alone = rendering(own, one.body(), "alone")
+        busy = pool.submit(rendering, other, many.body(), "many")
+        while not _by_replica(server, "many"):
+            time.sleep(0.02)
+        beside = rendering(own, one.body(), "beside")
+        done = sum(_by_replica(server, "many"))
+        whole = busy.result()
+    print(
+        f"  one request with {MANY} images: {whole:.0f} ms, by replica {_by_replica(server, 'many')} of them"
+    )
+    print(
+        f"  another's single image: {alone:.0f} ms alone, {beside:.0f} ms beside it"
+        f" (when it was answered, {done} of the {MANY} were done)",
+        flush=True,
+    )
+
+
+def rendering(own: http.client.HTTPConnection, body: bytes, request_id: str) -> float:
+    return completion(own, body, f"{COMPLETIONS}/render", request_id)
+
+
+def _by_replica(server: Server, request_id: str) -> list[int]:
+    """How many items of a request each preprocessor has done."""
+    files = (server.logs / "serve").glob("replica_headrace_MMPreprocessor_*.log")
+    lines = [file.read_text().splitlines() for file in files]
+    return [sum("preprocessed" in line and request_id in line for line in each) for each in lines]
 
 
 async def _rate(preprocessor: Any, in_flight: int) -> float:
@@ -560,6 +615,45 @@ def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> An
     return model.generate(**inputs, max_new_tokens=1, do_sample=False, pad_token_id=0)
 
 
+# In the message or in the object store
+
+
+def hops(server: Server, model: str) -> None:
+    print(f"\nOne call of MMPreprocessor (median of {HOPS_N}): pixels in the message, or put into the store")
+    with handles(server) as stage:
+        asyncio.run(_hops(stage("MMPreprocessor")))
+
+
+async def _hops(preprocessor: Any) -> None:
+    for side in (64, 128, 192, 256, 384, 512, 768, 1024):
+        item = await photo(side, side)
+        arrays = {name: np.array(array) for name, array in (await unpack(item.payload)).items()}
+        in_message, in_store = [], []
+        for _ in range(HOPS_N):
+            in_message.append(await timed(preprocessor, item, partial(_inline, arrays)))
+            in_store.append(await timed(preprocessor, item, partial(_stored, arrays)))
+        first, second = statistics.median(in_message), statistics.median(in_store)
+        kib = arrays["pixels"].nbytes // 1024
+        print(
+            f"  {side:4} px {kib:5} KiB   {first:6.2f} ms   {second:6.2f} ms   {first - second:+6.2f} ms",
+            flush=True,
+        )
+
+
+async def timed(preprocessor: Any, item: Media, packed: Callable[[], Awaitable[Payload]]) -> float:
+    start = time.perf_counter()
+    await preprocess(preprocessor, replace(item, payload=await packed()))
+    return (time.perf_counter() - start) * 1000
+
+
+async def _inline(arrays: Arrays) -> Payload:
+    return Payload(0, inline=pickle.dumps(arrays, protocol=5))
+
+
+async def _stored(arrays: Arrays) -> Payload:
+    return Payload(0, ref=await asyncio.to_thread(ray.put, arrays))
+
+
 def child(name: str, argument: str) -> str:
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, argument]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -567,9 +661,13 @@ def child(name: str, argument: str) -> str:
 
 
 CHILDREN: dict[str, Callable[[str], None]] = {"inside": inside, "bare": bare, "row": in_a_row}
-ONE_REPLICA_ORDER = ("tokenize", "http", "latency")
-ONE_REPLICA = set(ONE_REPLICA_ORDER)
-PARTS: dict[str, Any] = {"tokenize": tokenize, "http": under_load, "latency": latency, "replicas": replicas}
+ON_ONE_SERVER: dict[str, Callable[[Server, str], None]] = {
+    "tokenize": tokenize,
+    "http": under_load,
+    "latency": latency,
+    "hops": hops,
+}
+PARTS = (*ON_ONE_SERVER, "replicas")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from tiny_models import OMNI, item_processor, qwen3_vl, qwen_vl
@@ -17,7 +15,7 @@ IMAGE, AUDIO, VIDEO = Modality.IMAGE, Modality.AUDIO, Modality.VIDEO
 
 
 def test_forms_of_omni() -> None:
-    forms = item_processor(OMNI).spec.embeds
+    forms = item_processor(OMNI).spec().embeds
     assert list(forms) == [IMAGE, AUDIO, VIDEO]
     assert (forms[IMAGE].grid, forms[IMAGE].merge, forms[IMAGE].seconds) == ("image_grid_thw", 2, "")
     assert (forms[AUDIO].grid, forms[AUDIO].token_types) == ("", {})
@@ -25,7 +23,7 @@ def test_forms_of_omni() -> None:
 
 
 def test_forms_of_a_family_with_token_types() -> None:
-    forms = item_processor(qwen_vl()).spec.embeds
+    forms = item_processor(qwen_vl()).spec().embeds
     assert forms.keys() == {IMAGE, VIDEO}
     assert forms[IMAGE].token_types == {"mm_token_type_ids": 1}
     assert forms[VIDEO].token_types == {"mm_token_type_ids": 2}
@@ -33,14 +31,14 @@ def test_forms_of_a_family_with_token_types() -> None:
 
 
 def test_a_video_in_stretches_has_none() -> None:
-    assert item_processor(qwen3_vl()).spec.embeds.keys() == {IMAGE}
+    assert item_processor(qwen3_vl()).spec().embeds.keys() == {IMAGE}
 
 
 def form_of(token_ids: list[int], **features: np.ndarray) -> EmbedsForm | None:
     def process(media: Media, arrays: Arrays) -> Processed:
-        return Processed(token_ids, token_ids.count(7), dict(features))
+        return Processed(IMAGE, token_ids, token_ids.count(7), dict(features), ("", ""), "", "")
 
-    return embeds_forms(SimpleNamespace(image_token_id=7), [IMAGE], process).get(IMAGE)
+    return embeds_forms([IMAGE], process).get(IMAGE)
 
 
 def test_what_a_family_puts_around_belongs_to_the_form() -> None:
@@ -59,5 +57,4 @@ def test_no_form_where_the_family_cannot_be_served() -> None:
     def refuse(media: Media, arrays: Arrays) -> Processed:
         raise ServingError("Media of this model's family cannot be served yet.")
 
-    assert embeds_forms(SimpleNamespace(image_token_id=7), [IMAGE], refuse) == {}
-    assert embeds_forms(SimpleNamespace(), [IMAGE], refuse) == {}
+    assert embeds_forms([IMAGE], refuse) == {}

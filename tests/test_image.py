@@ -135,6 +135,36 @@ def test_transparency_lies_on_white_or_on_what_is_asked_for() -> None:
         assert pixels(data, ImageLimits(background=(0, 0, 255)))[3, 3].tolist() == [0, 0, 255]
 
 
+@pytest.mark.parametrize("size", [(1, 1), (17, 9), (333, 257)])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_plain_jpeg_is_bit_for_bit_what_pillow_makes_of_it(
+    size: tuple[int, int], subsampling: str, progressive: bool
+) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    picture = Image.fromarray(values).resize(size)
+    for quality in (10, 75, 100):
+        data = encode(picture, "JPEG", quality=quality, subsampling=subsampling, progressive=progressive)
+        opened = Image.open(io.BytesIO(data))
+        plain = image._plain_jpeg(opened, data)
+        assert plain is not None
+        assert np.array_equal(plain, np.asarray(opened))
+
+
+def test_a_jpeg_of_another_kind_or_damaged_is_left_to_pillow() -> None:
+    sideways = Image.Exif()
+    sideways[0x0112] = 6
+    files = [
+        encode(corners(), "JPEG", exif=sideways),
+        encode(corners().convert("L"), "JPEG"),
+        encode(corners().convert("CMYK"), "JPEG"),
+        encode(corners(), "JPEG", quality=95)[:-20],
+        encode(corners(), "PNG"),
+    ]
+    for data in files:
+        assert image._plain_jpeg(Image.open(io.BytesIO(data)), data) is None
+
+
 @pytest.mark.parametrize("mode", ["P", "L", "RGB"])
 def test_a_transparent_colour_is_transparent(mode: str) -> None:
     picture = Image.new(mode, (2, 1), 0)

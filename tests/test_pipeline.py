@@ -1,5 +1,6 @@
 """The fan-out over the real stages in local mode, with one of them replaced where only a fault shows."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,30 @@ class DyingLoader(MediaLoader):
         return await super().load(*args)  # type: ignore[arg-type]
 
 
+class CountingLoader(MediaLoader):
+    """Holds its calls until 32 are there, and notes how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__(AppConfig().media)
+        self._counts: list[int] = []
+        self._now = 0
+        self._full = asyncio.Event()
+
+    async def load(self, *args: object) -> Media:  # type: ignore[override]
+        self._now += 1
+        self._counts.append(self._now)
+        if self._now == 32:
+            self._full.set()
+        await self._full.wait()
+        try:
+            return await super().load(*args)  # type: ignore[arg-type]
+        finally:
+            self._now -= 1
+
+    async def counts(self) -> list[int]:
+        return self._counts
+
+
 class ForgetfulPreprocessor(MMPreprocessor):
     """Stands for one whose input went with the process that owned it."""
 
@@ -74,6 +99,14 @@ async def test_features_come_back_in_the_order_of_the_items(graph: LocalGraph) -
     digests = [features.digest for features in prepared.features]
     assert digests[0] == digests[2] != digests[1]
     assert np.all(np.diff([span.offset for span in prepared.spans]) > 0)
+
+
+async def test_a_request_has_so_many_items_in_flight_and_no_more(graph: LocalGraph) -> None:
+    loader = local(CountingLoader)
+    await prepare(graph, parsed(*range(40)), media=loader)
+    counts = await loader.counts.remote()
+    assert len(counts) == 40
+    assert max(counts) == 32
 
 
 async def test_a_dead_loader_is_tried_once_more(graph: LocalGraph) -> None:

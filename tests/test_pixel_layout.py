@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from deployments.multimodal.pixel_layout import without_relayout
+from deployments.multimodal.pixel_layout import channels_first, without_relayout
 
 PROCESSORS = [
     "AriaImageProcessor",
@@ -26,6 +26,15 @@ PROCESSORS = [
     "Qwen2VLImageProcessor",
     "SiglipImageProcessor",
     "SmolVLMImageProcessor",
+]
+VIDEO_PROCESSORS = [
+    "Gemma4VideoProcessor",
+    "Glm4vVideoProcessor",
+    "InternVLVideoProcessor",
+    "LlavaOnevisionVideoProcessor",
+    "Qwen2VLVideoProcessor",
+    "Qwen3VLVideoProcessor",
+    "SmolVLMVideoProcessor",
 ]
 SIZES = [(900, 700), (37, 53), (224, 224), (336, 448), (30, 2000)]
 
@@ -49,6 +58,22 @@ def test_the_same_values(name: str) -> None:
         assert np.array_equal(pixels, before)
     taken = kept.process_image(pixels, do_convert_rgb=True, input_data_format="channels_last")
     assert np.shares_memory(taken.numpy(), pixels)
+
+
+@pytest.mark.parametrize("name", VIDEO_PROCESSORS)
+@pytest.mark.parametrize(("height", "width"), SIZES[:2])
+def test_the_same_values_of_a_video(name: str, height: int, width: int) -> None:
+    processor = getattr(transformers, name)()
+    frames = np.random.default_rng(height).integers(0, 256, (8, height, width, 3), np.uint8)
+    before = frames.copy()
+    metadata = [{"total_num_frames": 8, "fps": 2.0, "frames_indices": list(range(8)), "duration": 4.0}]
+    kwargs = {"video_metadata": metadata, "do_sample_frames": False, "return_tensors": "pt"}
+    expected = processor(videos=[frames], input_data_format="channels_last", **kwargs)
+    given = processor(videos=[channels_first(frames)], input_data_format="channels_first", **kwargs)
+    assert expected.keys() == given.keys()
+    for key, value in expected.items():
+        assert torch.equal(given[key], value) if isinstance(value, torch.Tensor) else given[key] == value
+    assert np.array_equal(frames, before)
 
 
 def test_other_arrays_go_the_usual_way() -> None:

@@ -108,7 +108,7 @@ def test_null_is_absent_at_the_top() -> None:
         (chat("hi", stop_token_ids=[-1]), "stop_token_ids[0]"),
         (chat("hi", tools=[{"type": "function"}]), "tools"),
         (chat("hi", response_format={"type": "json_object"}), "response_format"),
-        (chat(["a", {"type": "image_url", "image_url": None, "uuid": "x"}]), "messages[0].content[1]"),
+        (chat(["a", {"type": "image_url", "image_url": None, "uuid": ""}]), "messages[0].content[1].uuid"),
         (chat([{"type": "image_embeds", "uuid": "x"}]), "messages[0].content[0]"),
         (chat([{"type": "image_url", "image_url": "http://h", "uuid": 7}]), "messages[0].content[0].uuid"),
         (chat([{"image_url": "http://h", "uuid": "x" * 257}]), "messages[0].content[0].uuid"),
@@ -138,9 +138,19 @@ def test_a_body_that_is_no_object(document: object) -> None:
     assert refusal(document).message == "The body must be a JSON object."
 
 
-def test_a_uuid_alone_asks_for_the_item() -> None:
-    part = {"type": "input_audio", "input_audio": None, "uuid": "x"}
-    assert "input_audio is missing: nothing is kept by its uuid" in refusal(chat([part])).message
+def test_the_uuid_of_embeddings_alone_asks_for_them() -> None:
+    part = {"type": "audio_embeds", "audio_embeds": None, "uuid": "x"}
+    assert "audio_embeds is missing: embeddings are not kept by their uuid" in refusal(chat([part])).message
+
+
+def test_media_may_be_named_alone() -> None:
+    parts = [
+        {"type": "image_url", "image_url": None, "uuid": "x"},
+        {"type": "input_audio", "uuid": "y"},
+        {"video_url": None, "uuid": "z"},
+    ]
+    named = parse_chat_request(chat(parts)).messages[0].content
+    assert [(part.modality, part.uuid) for part in named] == [("image", "x"), ("audio", "y"), ("video", "z")]
 
 
 @pytest.mark.parametrize(

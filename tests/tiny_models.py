@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import inspect
 import io
 import pickle
@@ -24,6 +23,7 @@ from deployments.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.engine.base import EngineItem
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
+from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import run_lengths
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.payload import pack_pieces
@@ -234,8 +234,8 @@ def _media(
     for array in arrays.values():
         array.flags.writeable = False  # as they come from the object store
     payload = Payload(0, inline=pickle.dumps(arrays, protocol=5))
-    digest = hashlib.sha256(payload.inline or b"").hexdigest()
-    return Media(modality, digest, payload, {}, 0, "", video_metadata=metadata), arrays
+    name = digest(modality, payload.inline or b"", repr(metadata))
+    return Media(modality, name, payload, {}, 0, "", video_metadata=metadata), arrays
 
 
 def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pillow_heif
+import simplejpeg
 from PIL import Image, ImageCms, UnidentifiedImageError
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
@@ -113,9 +114,11 @@ def decode(data: bytes, limits: ImageLimits, cancelled: threading.Event | None =
     original_width, original_height = image.size
     check_cancelled(cancelled)
     try:
-        image.load()
-        _check_size(image.format, image.size, limits)  # once more: a header may tell less than there is
-        pixels = _upright_pixels(image, limits.background, cancelled)
+        pixels = _plain_jpeg(image, data)
+        if pixels is None:
+            image.load()
+            _check_size(image.format, image.size, limits)  # once more: a header may tell less than there is
+            pixels = _upright_pixels(image, limits.background, cancelled)
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
     except PILLOW_ERRORS as error:
@@ -182,6 +185,22 @@ def _too_many_pixels(limits: ImageLimits, width: int = 0, height: int = 0) -> Me
     return MediaTooLarge(f"The image {size}more than the limit of {limits.max_pixels} pixels. Scale it down.")
 
 
+def _plain_jpeg(image: Any, data: bytes) -> npt.NDArray[np.uint8] | None:
+    """uint8[H, W, 3] of a JPEG in RGB that has only to be decoded, as Pillow would decode it, bit for bit.
+
+    It goes straight into the array: half of the time, and of the memory. None for any other image, and for
+    what is the least damaged.
+    """
+    plain = image.format in ("JPEG", "MPO") and image.mode == "RGB" and not _is_xyb(image)
+    if not plain or _orientation(image) in _UPRIGHT:
+        return None
+    try:
+        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB")
+    except ValueError:
+        return None
+    return pixels if pixels.shape[:2] == (image.height, image.width) else None
+
+
 def _upright_pixels(
     image: Any, background: tuple[int, int, int], cancelled: threading.Event | None
 ) -> npt.NDArray[np.uint8]:
@@ -229,15 +248,20 @@ def _conversion(image: Any, background: tuple[int, int, int]) -> Callable[[Any],
     if image.mode.startswith("I") or image.mode == "F":
         low, high = _grey_range(image)
         return lambda tile: Image.fromarray(_to_8_bits(np.asarray(tile), low, high)).convert("RGB")
-    profile = image.info.get("icc_profile") or b""
-    if image.mode == "RGB" and (b"XYB" in profile or "XYB".encode("utf-16-be") in profile):
-        # As in Hugging Face's loaders, colour profiles are left alone, but for XYB. There the profile is no
-        # nuance: without it the three channels are no red, green and blue at all.
-        transform = ImageCms.buildTransform(
-            ImageCms.ImageCmsProfile(io.BytesIO(profile)), ImageCms.createProfile("sRGB"), "RGB", "RGB"
-        )
+    if image.mode == "RGB" and _is_xyb(image):
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(image.info["icc_profile"]))
+        transform = ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), "RGB", "RGB")
         return lambda tile: ImageCms.applyTransform(tile, transform)
     return lambda tile: _opaque_rgb(tile, background)
+
+
+def _is_xyb(image: Any) -> bool:
+    """As in Hugging Face's loaders, colour profiles are left alone, but for XYB.
+
+    There the profile is no nuance: without it the three channels are no red, green and blue at all.
+    """
+    profile = image.info.get("icc_profile") or b""
+    return b"XYB" in profile or "XYB".encode("utf-16-be") in profile
 
 
 def _opaque_rgb(image: Any, background: tuple[int, int, int]) -> Any:

@@ -26,7 +26,7 @@ def without_relayout(processor: Any) -> Any:
         self: Any, image: Any, do_convert_rgb: Any = None, input_data_format: Any = None, **kwargs: Any
     ) -> Any:
         if _is_rgb(image) and input_data_format == "channels_last" and kwargs.get("device") is None:
-            return _channels_first(image)
+            return channels_first(image)
         return own(self, image, do_convert_rgb, input_data_format, **kwargs)
 
     processor, images = copy.copy(processor), copy.copy(images)
@@ -39,8 +39,8 @@ def _is_rgb(image: Any) -> bool:
     return isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[-1] == 3
 
 
-def _channels_first(pixels: npt.NDArray[Any]) -> Any:
-    """A view [3, H, W]."""
+def channels_first(pixels: npt.NDArray[Any]) -> Any:
+    """A tensor [..., 3, H, W] that looks at pixels [..., H, W, 3]; a video processor takes it as it is."""
     import torch
 
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+    return torch.from_numpy(pixels).movedim(-1, -3)
