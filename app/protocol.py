@@ -7,7 +7,7 @@ an error that names the field. Nothing here knows Ray or the stages.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,8 @@ from pydantic_core import PydanticCustomError
 from deployments.errors import InvalidRequest
 
 MAX_STOPS = 4
+MAX_ANSWERS = 128
+MAX_TOKEN_IDS = 1024  # in `logit_bias` and `stop_token_ids`
 MAX_PARTS = 8192  # messages and parts of a request together
 _MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
 MM_EMBEDS_TYPES = ("image_embeds", "audio_embeds", "video_embeds")
@@ -303,26 +305,19 @@ class StreamOptions(_Wire):
 
 # Fields of the OpenAI API that would change the answer and are not offered: only these values are taken.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
-    "top_k": (0, -1),
-    "min_p": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
+
+
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # as JSON has it for a key
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ChatRequest(_Wire):
@@ -334,7 +329,19 @@ class ChatRequest(_Wire):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOPS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    ignore_eos: bool = False  # as vLLM: go on to the token limit
+    n: int = Field(default=1, ge=1, le=MAX_ANSWERS)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_TOKEN_IDS)
+    # As vLLM, from here on.
+    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1: all
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=MAX_TOKEN_IDS)
+    ignore_eos: bool = False  # go on to the token limit
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None
@@ -357,6 +364,15 @@ class ChatRequest(_Wire):
                 only = json.dumps(values[0])
                 raise _NotOffered(f"{field} is not supported here other than as {only}", field)
         return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _NotOffered("top_logprobs needs logprobs to be true", "top_logprobs")
+        limit = self.token_limit()
+        if limit is not None and self.min_tokens > limit:
+            raise _NotOffered(f"min_tokens is greater than the token limit of {limit}", "min_tokens")
+        return self
 
     def token_limit(self) -> int | None:
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]

@@ -32,6 +32,7 @@ class PreprocessConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
+    chat_template: str = ""  # a file; empty: the checkpoint's own
     threads: int = Field(default=1, ge=1)  # items at once in a replica
     torch_threads: int = Field(default=1, ge=1)  # of torch, for each item
     niceness: int = Field(default=19, ge=0, le=19)
@@ -49,7 +50,7 @@ class MMPreprocessor:
         # Arrays from the object store are read-only. Processors read them and no more (there is a test).
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._pool = WorkPool(config.threads, config.niceness)
-        first = only_what_is_exact(ItemProcessor(load_processor(config.model)))
+        first = only_what_is_exact(ItemProcessor(load_processor(config.model, config.chat_template)))
         self._spec = replace(first.spec(), caches=config.cache_bytes > 0)
         self._digests = first.digests
         self._cache = FeatureCache(config.cache_bytes)

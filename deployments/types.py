@@ -206,16 +206,35 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
+    """How an answer is drawn. A value that changes nothing is the default of each field."""
+
     max_tokens: int
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
-    seed: int | None = None
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # of the most likely token's probability
+    repetition_penalty: float = 1.0  # of what is in the prompt or the answer, as a factor
+    presence_penalty: float = 0.0  # of what is in the answer, once
+    frequency_penalty: float = 0.0  # of what is in the answer, for each time
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    seed: int | None = None  # one seed, one answer, whatever else is running
+    min_tokens: int = 0  # neither an end nor `stop_token_ids` before so many
+    stop_token_ids: tuple[int, ...] = ()  # end the answer and are not part of it
     ignore_eos: bool = False  # go on to max_tokens
+    top_logprobs: int | None = None  # alternatives told for each token; None: no logprobs at all
+    n: int = 1  # answers
+
+
+class TokenLogprob(NamedTuple):
+    """How likely the model itself held a token, before penalties and temperature."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # (token id, logprob), the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What the model produced since the last one; the last has a `finish_reason`.
+    """What the model produced for one of the answers since its last one; its last has a `finish_reason`.
 
     The token that ends an answer is not in `token_ids`, so the tokens of all deltas are the completion, and
     their number is what usage counts.
@@ -223,6 +242,9 @@ class Delta:
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"] | None = None
+    index: int = 0  # of the answer, below `SamplingParams.n`
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, where asked for
+    cached_tokens: int = 0  # set on the first delta: tokens of the prompt that needed no work
     queue_ms: float = 0.0  # set on the first delta: waited for the engine
     prefill_ms: float = 0.0  # set on the first delta: until the first token was there
 
@@ -255,3 +277,4 @@ class ModelSpec:
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
     device: str = "cpu"
     dtype: str = "float32"
+    vocab_size: int = 0

@@ -266,6 +266,16 @@ def engine_items(
     ]
 
 
+def engine_items_of(
+    model: str, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
+) -> list[EngineItem]:
+    """Of a whole request: apart, but for those that must go together."""
+    done: dict[int, EngineItem] = {}
+    for group in _groups(items, item_processor(model).together):
+        done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
+    return [done[i] for i in range(len(items))]
+
+
 def assembled(
     model: str,
     conversation: Chat,
@@ -278,10 +288,7 @@ def assembled(
 
     from deployments.engine.assemble import assemble
 
-    done: dict[int, EngineItem] = {}
-    for group in _groups(items, item_processor(model).together):
-        done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
-    ordered = [done[i] for i in range(len(items))]
+    ordered = engine_items_of(model, items, settings)
     prompt = tokenizer(model).encode(conversation, [item.features.edges for item in ordered])
     return assemble(prompt, ordered, accepts, torch.float32)
 
