@@ -235,7 +235,7 @@ class _PagedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New states [rows, heads, tokens, size] go into the cache; all that the rows may look at comes out."""
+        """New states [rows, heads, tokens, size] go into the cache; what the rows may look at comes out."""
         states = torch.stack((key_states.transpose(1, 2), value_states.transpose(1, 2)), dim=2)
         self._places[layer_idx].index_copy_(0, self._written, states.flatten(0, 1))
         torch.index_select(self._blocks[layer_idx], 0, self._table, out=self._read)
