@@ -216,35 +216,35 @@ class _PagedCache(Cache):  # type: ignore[misc]
 
     def __init__(self, model: Any, num_blocks: int) -> None:
         super().__init__(layers=[])
-        text = model.config.get_text_config()
-        shape = (text.num_hidden_layers, 2, num_blocks, BLOCK, *kv_shape(model))
-        self._blocks = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self._flat = self._blocks.flatten(2, 3)
-        self._room = self._blocks.new_empty(2, 0, *shape[3:])
+        layers = model.config.get_text_config().num_hidden_layers
+        # A token's keys lie beside its values: both are written, and read, at once.
+        shape = (num_blocks, BLOCK, 2, *kv_shape(model))
+        self._blocks = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
+        self._places = [blocks.flatten(0, 1) for blocks in self._blocks]
+        self._room = self._blocks[0].new_empty(0, *shape[1:])
 
     def aim(self, written: torch.Tensor, table: torch.Tensor) -> None:
         """`written`: int64[rows, tokens], each new token's place; `table`: int64[rows, blocks] to read."""
         self._rows = len(table)
         self._written, self._table = written.flatten(), table.flatten()
         # One layer after another reads into the same memory: fresh pages would cost more than the copy.
-        if self._room.shape[1] < len(self._table):
-            self._room = self._room.new_empty(2, 2 * len(self._table), *self._room.shape[2:])
-        self._read = self._room[:, : len(self._table)]
+        if len(self._room) < len(self._table):
+            self._room = self._room.new_empty(2 * len(self._table), *self._room.shape[1:])
+        self._read = self._room[: len(self._table)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._through(layer_idx, 0, key_states), self._through(layer_idx, 1, value_states)
-
-    def _through(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
-        """`states` [rows, heads, tokens, size] go into the cache; all that the rows may look at comes out."""
-        self._flat[layer, which].index_copy_(0, self._written, states.transpose(1, 2).flatten(0, 1))
-        read = self._read[which]
-        torch.index_select(self._blocks[layer, which], 0, self._table, out=read)
-        return read.view(self._rows, -1, *read.shape[2:]).transpose(1, 2)
+        """New states [rows, heads, tokens, size] go into the cache; what the rows may look at comes out."""
+        states = torch.stack((key_states.transpose(1, 2), value_states.transpose(1, 2)), dim=2)
+        self._places[layer_idx].index_copy_(0, self._written, states.flatten(0, 1))
+        torch.index_select(self._blocks[layer_idx], 0, self._table, out=self._read)
+        keys, values = self._read.view(self._rows, -1, *self._read.shape[2:]).transpose(1, 3).unbind(2)
+        return keys, values
 
     def clear(self, blocks: list[int]) -> None:
-        self._blocks[:, :, blocks] = 0
+        for layer in self._blocks:
+            layer[blocks] = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # masks and positions are given
