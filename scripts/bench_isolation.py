@@ -63,7 +63,7 @@ SIZES = {"512²": (512, 512), "1024²": (1024, 1024), "2048²": (2048, 2048), "1
 PREPROCESSING = 4  # images in flight
 REQUESTS = 8
 MANY = 20
-SECONDS = 4.0  # of each measurement
+SECONDS = 6.0  # of each measurement
 PAUSE_S = 0.03  # between texts
 WARM_UP_S = 2.0
 LATENCY_N = 25
@@ -241,7 +241,7 @@ def preprocessing(server: Server, size: tuple[int, int], in_flight: int) -> Iter
 
 
 def sender(arguments: str) -> None:
-    """In a process of its own: keeps images in flight, and says how many are done for each line that it reads."""
+    """In a process of its own: keeps images in flight, and says how many are done for each line read."""
     address, width, height, in_flight = arguments.split()
     with handles(address) as stage:
         asyncio.run(_sender(stage("MMPreprocessor"), (int(width), int(height)), int(in_flight)))
