@@ -37,8 +37,8 @@ SERVE_PORTS = {
 RAY_SETTINGS = {
     # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
     "RAY_worker_niceness": "0",
-    # Every call between stages is a task: books of each, for `ray list tasks` and Ray's own statistics,
-    # cost a tenth of a request.
+    # Every call between stages is a task: books of each, for `ray list tasks` and Ray's own statistics, take
+    # time in every process.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
 }
