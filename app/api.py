@@ -21,6 +21,7 @@ from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
     ChatWriter,
+    Logprobs,
     Usage,
     check_short,
     media_options,
@@ -28,7 +29,7 @@ from app.chat import (
     sampling_params,
     whole_text,
 )
-from app.detokenize import TextStream
+from app.detokenize import TextStream, logprob_entries
 from app.intake import Body, InFlight, LongString, parse, read_body
 from app.page import add_page
 from app.pipeline import Pipeline, Prepared
@@ -44,7 +45,7 @@ from app.protocol import (
 )
 from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
 from deployments.payload import let_go_on_error
-from deployments.types import Modality
+from deployments.types import Delta, Modality
 
 logger = logging.getLogger("ray.serve")
 
@@ -68,6 +69,7 @@ class ApiSettings:
     limit_mm_per_prompt: dict[Modality, int] = field(default_factory=dict)  # none where not named
     enable_mm_embeds: bool = False
     enable_prompt_embeds: bool = False
+    enable_reset_mm_cache: bool = False
     page: bool = True  # at /
     api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
     cors_allow_origins: list[str] = field(default_factory=list)
@@ -216,6 +218,13 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         check_model(request.model)
         return (await pipeline.decode(request.tokens, deadline)).text
 
+    if settings.enable_reset_mm_cache:
+
+        @app.post("/reset_mm_cache")
+        async def reset_mm_cache() -> Response:
+            await pipeline.reset_caches()
+            return Json({})
+
     @app.get("/v1/models")
     async def models() -> Response:
         return Json({"object": "list", "data": [model_card]})
@@ -258,7 +267,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
 
 class Answer:
-    """One answer on its way from tokens to OpenAI's JSON, whole or as events."""
+    """The answers to one request on their way from tokens to OpenAI's JSON, whole or as events."""
 
     def __init__(
         self,
@@ -269,56 +278,88 @@ class Answer:
         deadline: Deadline,
         model: str,
     ) -> None:
+        room = pipeline.limits.max_model_len - len(prepared.token_ids)
+        self._sampling = sampling_params(request, room, pipeline.limits)
         self._pipeline = pipeline
         self._prepared = prepared
         self._request = request
+        self._tokenizer = tokenizer
         self._deadline = deadline
-        self._text = TextStream(tokenizer, request.stop)
+        self._texts = [TextStream(tokenizer, request.stop, request.min_tokens) for _ in range(request.n)]
         self._writer = ChatWriter(model)
         self._usage = Usage(len(prepared.token_ids), prepared.media_tokens())
 
     async def whole(self) -> dict[str, Any]:
-        text, finish = [], "stop"
+        parts: list[list[_Piece]] = [[] for _ in self._texts]
         async with aclosing(self._pieces()) as pieces:
-            async for piece, reason in pieces:
-                text.append(piece)
-                finish = reason or finish
-        return self._writer.completion("".join(text), finish, self._usage)
+            async for piece in pieces:
+                parts[piece.index].append(piece)
+        choices = [self._choice(part) for part in parts]
+        return self._writer.completion(choices, self._usage)
+
+    def _choice(self, part: list[_Piece]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in part)
+        logprobs = None
+        if self._request.logprobs:
+            logprobs = [entry for piece in part for entry in piece.logprobs or ()]
+        return self._writer.choice(part[-1].index, text, part[-1].finish_reason or "stop", logprobs)
 
     async def events(self) -> AsyncGenerator[dict[str, Any]]:
         """Chunks in OpenAI's order: the role, the text, the finish reason, the usage if asked for."""
-        writer, role = self._writer, {"role": "assistant", "content": ""}
+        writer, begun = self._writer, set()
         async with aclosing(self._pieces()) as pieces:
-            async for piece, reason in pieces:
-                if role:
-                    yield writer.chunk(role)
-                    role = {}
-                if piece:
-                    yield writer.chunk({"content": piece})
-                if reason:
-                    yield writer.chunk({}, reason)
+            async for piece in pieces:
+                index = piece.index
+                if index not in begun:
+                    begun.add(index)
+                    yield writer.chunk(index, {"role": "assistant", "content": ""})
+                if piece.text or piece.logprobs:
+                    yield writer.chunk(index, {"content": piece.text}, logprobs=piece.logprobs)
+                if piece.finish_reason:
+                    yield writer.chunk(index, {}, piece.finish_reason)
         if self._request.stream_options.include_usage:
             yield writer.usage_chunk(self._usage)
 
-    async def _pieces(self) -> AsyncGenerator[tuple[str, str | None]]:
-        """Text as it becomes certain; the last piece has the finish reason."""
-        room = self._pipeline.limits.max_model_len - len(self._prepared.token_ids)
-        sampling = sampling_params(self._request, room, self._pipeline.limits.default_sampling)
-        async with aclosing(self._pipeline.generate(self._prepared, sampling, self._deadline)) as deltas:
+    async def _pieces(self) -> AsyncGenerator[_Piece]:
+        """Text as it becomes certain; the last piece of each answer has its finish reason."""
+        left = set(range(len(self._texts)))
+        stream = self._pipeline.generate(self._prepared, self._sampling, self._deadline)
+        async with aclosing(stream) as deltas:
             async for delta in deltas:
-                text = "".join(self._push(token_id) for token_id in delta.token_ids)
-                if self._text.stopped:
-                    yield text, "stop"
+                self._usage.cached_tokens = max(self._usage.cached_tokens, delta.cached_tokens)
+                if delta.index not in left:
+                    continue  # what comes after a stop string, while other answers go on
+                piece = self._piece(delta)
+                if piece.finish_reason:
+                    left.remove(piece.index)
+                yield piece
+                if not left:
                     return
-                if delta.finish_reason:
-                    yield text + self._text.finish(), delta.finish_reason
-                    return
-                yield text, None
 
-    def _push(self, token_id: int) -> str:
-        if not self._text.stopped:
-            self._usage.completion_tokens += 1
-        return self._text.push(token_id)
+    def _piece(self, delta: Delta) -> _Piece:
+        stream = self._texts[delta.index]
+        text, reason, used = "", delta.finish_reason, 0
+        for token_id in delta.token_ids:
+            text += stream.push(token_id)
+            used += 1
+            if stream.stopped:
+                reason = "stop"
+                break
+        if reason:
+            text += stream.finish()
+        self._usage.completion_tokens += used
+        logprobs = None
+        if self._request.logprobs:
+            logprobs = logprob_entries(self._tokenizer, delta.token_ids[:used], delta.logprobs[:used])
+        return _Piece(delta.index, text, logprobs, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    index: int  # of the answer
+    text: str
+    logprobs: Logprobs
+    finish_reason: str | None
 
 
 def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from app.protocol import (
     ImagePart,
     InputAudioPart,
     MediaIOKwargs,
+    NamedPart,
     Numbers,
     ProcessorKwargs,
     TextPart,
@@ -26,7 +27,7 @@ from app.protocol import (
 )
 from deployments.errors import InvalidRequest
 from deployments.multimodal.settings import ProcessorSettings
-from deployments.types import Chat, MediaOptions, Modality, SamplingParams
+from deployments.types import Chat, MediaOptions, Modality, ModelSpec, SamplingParams
 
 _SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
 _MAX_DATA_HEADER = 1024  # bytes between "data:" and the comma
@@ -40,7 +41,7 @@ class Item:
 
     param: str  # "messages[0].content[1]"
     modality: Modality | None  # None: embeddings in the place of text
-    kind: Literal["url", "data", "embeds"]
+    kind: Literal["url", "data", "embeds", "name"]  # "name": sent before, by its uuid
     url: str = ""
     header: str = ""  # kind "data": "image/png;base64"
     data: bytes | LongString = b""  # kind "data": what follows the comma, still encoded
@@ -59,6 +60,7 @@ class ParsedChat:
     chat: Chat
     items: list[Item]  # in the order in which the user wrote them, across messages and modalities
     settings: ProcessorSettings = field(default_factory=dict)  # of the checkpoint's processor
+    salt: str = ""  # names of items are known within it
 
     @property
     def num_text_bytes(self) -> int:
@@ -101,13 +103,17 @@ def parse_chat(
         named = {"name": whole_text(message.name, strings)} if message.name else {}
         messages.append({"role": message.role, "content": content, **named})
     _check_counts(items, limits or {})
-    return ParsedChat(Chat(messages), items, request.mm_processor_kwargs.of_processor())
+    return ParsedChat(
+        Chat(messages), items, request.mm_processor_kwargs.of_processor(), request.cache_salt or ""
+    )
 
 
 def check_short(request: ChatRequest, strings: Mapping[str, LongString]) -> None:
     """Raises InvalidRequest for a long string that the intake moved out where only short ones make sense."""
     if request.model in strings:
         raise InvalidRequest("model is too long.", "model")
+    if request.cache_salt in strings:
+        raise InvalidRequest("cache_salt is too long.", "cache_salt")
     if any(stop in strings for stop in request.stop):
         raise InvalidRequest("stop is too long.", "stop")
 
@@ -138,6 +144,8 @@ def _item(part: ContentPart, param: str, strings: Mapping[str, LongString], off:
         raise InvalidRequest(f"{param}: uuid is too long.", param)
     if isinstance(part, EmbedsPart):
         item = _embeds(part, param, strings, off)
+    elif isinstance(part, NamedPart):
+        item = Item(param, Modality(part.modality), "name")
     else:
         item = _media(part, param, strings)
     return replace(item, uuid=part.uuid)
@@ -224,12 +232,42 @@ def media_options(
     return options
 
 
-def sampling_params(request: ChatRequest, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
-    """`room`: tokens left in the context; `defaults`: the checkpoint's, for what the request leaves out."""
-    temperature = request.temperature if request.temperature is not None else defaults.get("temperature", 0.0)
-    top_p = request.top_p if request.top_p is not None else defaults.get("top_p", 1.0)
-    limit = request.token_limit() or defaults.get("max_tokens") or room
-    return SamplingParams(min(limit, room), temperature, top_p, request.seed, request.ignore_eos)
+def sampling_params(request: ChatRequest, room: int, spec: ModelSpec) -> SamplingParams:
+    """`room`: tokens left in the context. Where the request is silent the checkpoint's defaults hold.
+
+    Raises InvalidRequest for a token that the model does not have.
+    """
+    biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
+    _check_vocabulary(biases, "logit_bias", spec)
+    _check_vocabulary(request.stop_token_ids, "stop_token_ids", spec)
+    limit = min(request.token_limit() or spec.default_sampling.get("max_tokens") or room, room)
+    told = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
+    shape = {name: value for name, value in spec.default_sampling.items() if name in _DEFAULTED} | told
+    return SamplingParams(
+        limit,
+        **shape | {"top_k": max(0, shape.get("top_k", 0))},
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=biases,
+        seed=request.seed,
+        min_tokens=min(request.min_tokens, limit),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        n=request.n,
+    )
+
+
+# What a checkpoint may have an opinion on.
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _check_vocabulary(token_ids: Iterable[int], param: str, spec: ModelSpec) -> None:
+    for token_id in token_ids:
+        if token_id >= spec.vocab_size:
+            raise InvalidRequest(
+                f"{param} names token {token_id}; the model has {spec.vocab_size} tokens.", param
+            )
 
 
 @dataclass(slots=True)
@@ -237,6 +275,7 @@ class Usage:
     prompt_tokens: int
     media_tokens: dict[Modality, int]
     completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
 
     def to_json(self) -> dict[str, Any]:
         media = {f"{modality}_tokens": self.media_tokens.get(modality, 0) for modality in Modality}
@@ -247,9 +286,12 @@ class Usage:
             "prompt_tokens_details": {
                 "text_tokens": self.prompt_tokens - sum(media.values()),
                 **media,
-                "cached_tokens": 0,
+                "cached_tokens": self.cached_tokens,
             },
         }
+
+
+Logprobs = Sequence[dict[str, Any]] | None  # OpenAI's entries, one for each token; None: not asked for
 
 
 @dataclass(slots=True)
@@ -260,17 +302,27 @@ class ChatWriter:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-        return self._object("chat.completion", [choice]) | {"usage": usage.to_json()}
+    def completion(self, choices: Sequence[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._object("chat.completion", choices) | {"usage": usage.to_json()}
 
-    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def choice(self, index: int, text: str, finish_reason: str, logprobs: Logprobs) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._choice(index, {"message": message}, finish_reason, logprobs)
+
+    def chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
+        choice = self._choice(index, {"delta": delta}, finish_reason, logprobs)
         return self._object("chat.completion.chunk", [choice])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._object("chat.completion.chunk", []) | {"usage": usage.to_json()}
+
+    def _choice(
+        self, index: int, content: dict[str, Any], finish_reason: str | None, logprobs: Logprobs
+    ) -> dict[str, Any]:
+        told = None if logprobs is None else {"content": logprobs, "refusal": None}
+        return {"index": index, **content, "logprobs": told, "finish_reason": finish_reason}
 
     def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -20,6 +20,7 @@ from deployments.preprocess import PreprocessConfig
 from deployments.tokenizer import TokenizerConfig
 from deployments.types import Modality
 
+_OF_TEMPLATE = ("tokenizer", "preprocess")
 _OF_MODEL = ("tokenizer", "preprocess", "engine")  # stages that load the checkpoint
 
 
@@ -27,6 +28,7 @@ class AppConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = "tiny-omni"  # shipped with the repo, or a folder, or a name on the Hugging Face hub
+    chat_template: str = ""  # a file with one to use instead of the checkpoint's
     served_model_name: str = ""  # what clients call it; the last part of `model` where empty
     timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
     max_body_bytes: int = Field(default=256 * 2**20, gt=0)
@@ -39,6 +41,7 @@ class AppConfig(BaseModel):
     )  # items of a request; a modality that is not named has no limit
     enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
     enable_prompt_embeds: bool = False
+    enable_reset_mm_cache: bool = False  # whether POST /reset_mm_cache is there
     page: bool = True  # the page at /
     api_keys_file: str = Field(default="", validate_default=True)  # one a line; and see app/auth.py
     cors_allow_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = Field(
@@ -54,13 +57,21 @@ class AppConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_model(cls, data: Any) -> Any:
-        """The stages that load the checkpoint all get the one `model`."""
+        """The stages that load the checkpoint all get the one `model`, and those that write prompts the one
+        `chat_template`.
+        """
         if not isinstance(data, dict):
             return data
         model = data.get("model", cls.model_fields["model"].default)
         if isinstance(model, str) and Path(model).is_dir():
             model = str(Path(model).resolve())  # replicas have a working directory of their own
         stages = {stage: {**data.get(stage, {}), "model": model} for stage in _OF_MODEL}
+        template = data.get("chat_template")
+        if isinstance(template, str) and template:
+            if not Path(template).expanduser().is_file():
+                raise ValueError(f"chat_template: there is no file {template!r}")
+            for stage in _OF_TEMPLATE:
+                stages[stage]["chat_template"] = str(Path(template).expanduser().resolve())
         return {**data, **stages}
 
     @field_validator("api_keys_file")
@@ -89,6 +100,7 @@ class AppConfig(BaseModel):
             self.limit_mm_per_prompt,
             self.enable_mm_embeds,
             self.enable_prompt_embeds,
+            self.enable_reset_mm_cache,
             self.page,
             key_digests(self.api_keys_file),
             self.cors_allow_origins,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from deployments.types import TokenLogprob
 
 
 class TextStream:
@@ -14,17 +18,22 @@ class TextStream:
     Held back: bytes of an unfinished character, and a tail that may turn out to begin a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """`min_tokens`: so many tokens hold no stop string, whatever they say."""
         self._tokenizer = tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = ""
+        self._unstoppable = min_tokens
         self.stopped = False  # a stop string was reached: what follows does not count
 
     def push(self, token_id: int) -> str:
         if self.stopped:
             return ""
         self._held += self._decoder.step(self._tokenizer, token_id) or ""
+        self._unstoppable -= 1
+        if self._unstoppable >= 0:
+            return self._release(len(self._held))
         cut = min((at for s in self._stop if (at := self._held.find(s)) >= 0), default=None)
         if cut is not None:
             self.stopped = True
@@ -46,3 +55,47 @@ class TextStream:
     def _release(self, n: int) -> str:
         text, self._held = self._held[:n], self._held[n:]
         return text
+
+
+def logprob_entries(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """What OpenAI tells of each token, where `logprobs` were asked for."""
+    return [
+        _entry(tokenizer, token_id, told.logprob)
+        | {"top_logprobs": [_entry(tokenizer, *alternative) for alternative in told.top]}
+        for token_id, told in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    content = _bytes(tokenizer, token_id)
+    # JSON has no infinity; this is what OpenAI tells of what as good as never comes.
+    return {
+        "token": content.decode(errors="replace"),
+        "logprob": max(logprob, -9999.0),
+        "bytes": list(content),
+    }
+
+
+def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """A token may be a part of a character only, of which decoding by itself would make nothing."""
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(byte[1])
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    if "\ufffd" in text and all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return text.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -5,6 +5,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from app.config import AppConfig
 from app.ingress import Ingress
@@ -18,14 +19,18 @@ from deployments.tokenizer import Tokenizer
 def build(args: AppConfig) -> Application:
     """`import_path: app.graph:build` in serve_config.yaml; replicas, CPUs and queues are set there."""
     tokenizer = _stage(Tokenizer).bind(args.tokenizer)
-    media = _stage(MediaLoader).bind(args.media)
+    media = _stage(MediaLoader, _BY_CONTENT).bind(args.media)
     embeddings = _stage(EmbeddingLoader).bind(args.embeddings)
-    preprocessor = _stage(MMPreprocessor).bind(args.preprocess)
+    preprocessor = _stage(MMPreprocessor, _BY_CONTENT).bind(args.preprocess)
     model = _stage(Model).bind(args.engine)
     return _stage(Ingress).bind(args.api, tokenizer, media, embeddings, preprocessor, model)
 
 
-def _stage(cls: type) -> Any:
+# A string: routers live in other processes.
+_BY_CONTENT = RequestRouterConfig(request_router_class="deployments.affinity:AffinityRouter")
+
+
+def _stage(cls: type, router: RequestRouterConfig | None = None) -> Any:
     """Defaults that suit every stage; Serve's own of 5 requests at once would queue an item behind five."""
     return serve.deployment(
         cls,
@@ -33,4 +38,5 @@ def _stage(cls: type) -> Any:
         max_ongoing_requests=100,
         ray_actor_options={"num_cpus": 0.1},
         max_surge_percent=0,
+        request_router_config=router or RequestRouterConfig(),
     )

@@ -15,7 +15,16 @@ from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from app.protocol import Numbers
-from deployments.errors import InvalidMedia, MediaTooLarge, PromptTooLong, ServingError, UnsupportedMedia
+from deployments.errors import (
+    InvalidMedia,
+    InvalidRequest,
+    MediaTooLarge,
+    NotDecoded,
+    PromptTooLong,
+    ServingError,
+    UnsupportedMedia,
+)
+from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
 from deployments.types import (
@@ -31,6 +40,7 @@ from deployments.types import (
     MMFeatures,
     Modality,
     ModelSpec,
+    Name,
     Payload,
     Prompt,
     SamplingParams,
@@ -43,6 +53,7 @@ from deployments.types import (
 _GRPC_BYTES = 2**20
 
 _NAMED = 3  # items that an error message lists
+_SAMPLE_BYTES = 4096
 
 # Of one request: enough to keep many replicas at work, and so few that they neither fill the queues of the
 # stages for others nor hold up the event loop while they start.
@@ -124,7 +135,11 @@ class _Terms:
     settings: ProcessorSettings
     deadline: Deadline
     budget: _Budget
+    salt: str
     at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ITEMS_AT_ONCE))
+
+    def name(self, item: Item) -> Name | None:
+        return Name(self.salt, item.modality, item.uuid) if item.modality and item.uuid else None
 
 
 class Pipeline:
@@ -145,7 +160,9 @@ class Pipeline:
         budget = _Budget(max_media_bytes)
         for item in parsed.items:
             budget.spend(item.num_bytes, item.param)
-        terms = _Terms(options, parsed.settings, deadline, budget)
+        # What was processed before need not be decoded again.
+        options = replace(options, decode_again=not self._stages.inputs.caches)
+        terms = _Terms(options, parsed.settings, deadline, budget, parsed.salt)
         groups = _groups(parsed.items, self._stages.inputs.together)
         pending = (self._prepare_group(group, terms) for group in groups)
         results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
@@ -172,6 +189,11 @@ class Pipeline:
         return stream(
             generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
         )
+
+    async def reset_caches(self) -> None:
+        """Nothing that came in before is remembered in any replica."""
+        for stage in (self._stages.media, self._stages.preprocessor):
+            await stage.broadcast("reset_cache").results_async()
 
     async def encode_text(self, text: str, add_special_tokens: bool, deadline: Deadline) -> list[int]:
         num_bytes = len(text.encode())
@@ -205,6 +227,8 @@ class Pipeline:
             async with terms.at_once:
                 if items[0].kind == "embeds":
                     return [await self._load_embeddings(item, terms.deadline) for item in items]
+                if items[0].kind == "name":
+                    return [await self._recall(item, terms) for item in items]
                 sources = [await _source(item) for item in items]
                 items = [replace(item, data=b"") for item in items]  # they live as long as the answer
                 attempt = partial(self._load_and_process, items, sources, terms)
@@ -216,9 +240,13 @@ class Pipeline:
     async def _load_and_process(
         self, items: list[Item], sources: list[MediaSource], terms: _Terms
     ) -> list[PreparedItem]:
-        pairs = zip(items, sources, strict=True)
-        loaded = await gather_all(self._load_one(item, source, terms) for item, source in pairs)
-        batch, processing = await self._process([media for media, _ in loaded], terms)
+        loaded = await self._load_all(items, sources, terms)
+        try:
+            batch, processing = await self._process([media for media, _ in loaded], terms)
+        except NotDecoded:
+            terms = replace(terms, options=replace(terms.options, decode_again=True))
+            loaded = await self._load_all(items, sources, terms)
+            batch, processing = await self._process([media for media, _ in loaded], terms)
         return [
             PreparedItem(
                 item,
@@ -230,15 +258,31 @@ class Pipeline:
             for item, (media, loading), features in zip(items, loaded, batch, strict=True)
         ]
 
+    async def _load_all(
+        self, items: list[Item], sources: list[MediaSource], terms: _Terms
+    ) -> list[tuple[Media, Timing]]:
+        pairs = zip(items, sources, strict=True)
+        return await gather_all(self._load_one(item, source, terms) for item, source in pairs)
+
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
             media, loading = await self._load(source, terms.options, terms.deadline)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
-            return media, loading
+            return replace(media, name=terms.name(item)), loading
         except ServingError as error:
             error.param = error.param or item.param
             raise
+
+    async def _recall(self, item: Item, terms: _Terms) -> PreparedItem:
+        name = terms.name(item)
+        assert name is not None
+        recall = self._stages.preprocessor.options(session_id=_place(name)).recall
+        record, timing = await once_more(
+            lambda: call(recall, name, terms.settings, stage="MMPreprocessor", deadline=terms.deadline),
+            on=ReplicaDied,
+        )
+        return PreparedItem(item, record.features, {"recall": timing}, record.media.num_bytes, record.media)
 
     async def _load_embeddings(self, item: Item, deadline: Deadline) -> PreparedItem:
         source = await self._embedding_source(item)
@@ -252,7 +296,7 @@ class Pipeline:
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
     async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
-        load = self._stages.media.load
+        load = self._stages.media.options(session_id=_place(source.url or _sample(source))).load
         try:
             return await once_more(
                 lambda: call(
@@ -264,7 +308,8 @@ class Pipeline:
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
 
     async def _process(self, items: list[Media], terms: _Terms) -> tuple[list[MMFeatures], Timing]:
-        stage, (first, *others) = self._stages.preprocessor, items
+        first, *others = items
+        stage = self._stages.preprocessor.options(session_id=_place(first.name or first.digest))
         method, media = (stage.process_together, items) if others else (stage.process, first)
 
         def attempt() -> Awaitable[Any]:
@@ -283,6 +328,12 @@ class Pipeline:
         for item in items:
             if item.kind == "embeds":
                 self._form(item)
+            elif item.kind == "name" and item.modality in self._stages.inputs.together:
+                raise InvalidRequest(
+                    f"{item.param}: this model looks at every {item.modality} of a request together; none is"
+                    " kept by its uuid. Send it again.",
+                    item.param,
+                )
             elif item.modality not in self._stages.inputs.modalities:
                 takes = ", ".join(self._stages.inputs.modalities) or "text only"
                 raise UnsupportedMedia(
@@ -326,6 +377,18 @@ class Pipeline:
                 " for an answer. Send less.",
                 "messages",
             )
+
+
+def _place(key: Name | str) -> str:
+    """Tells a router what belongs together; see `deployments.affinity`."""
+    return key if isinstance(key, str) else "\0".join(key)
+
+
+def _sample(source: MediaSource) -> str:
+    """Of data. Equal for equal data, and if it is so for others, too, no harm is done."""
+    first = next((payload.inline for payload in source.payloads if payload.inline), b"")
+    total = sum(payload.nbytes for payload in source.payloads)
+    return digest(str(total), first[-_SAMPLE_BYTES:])
 
 
 def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:

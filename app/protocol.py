@@ -7,7 +7,7 @@ an error that names the field. Nothing here knows Ray or the stages.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,8 @@ from pydantic_core import PydanticCustomError
 from deployments.errors import InvalidRequest
 
 MAX_STOPS = 4
+MAX_ANSWERS = 128
+MAX_TOKEN_IDS = 1024  # in `logit_bias` and `stop_token_ids`
 MAX_PARTS = 8192  # messages and parts of a request together
 _MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
 MM_EMBEDS_TYPES = ("image_embeds", "audio_embeds", "video_embeds")
@@ -88,6 +90,20 @@ class InputAudioPart(_ItemPart):
     input_audio: InputAudio
 
 
+class NamedPart(_Wire):
+    """An item that was sent before, by its uuid alone."""
+
+    modality: Literal["image", "audio", "video"]
+    uuid: str = Field(min_length=1, max_length=MAX_UUID)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_modality(cls, data: Any) -> Any:
+        kind = _part_kind(data)
+        assert kind is not None
+        return {**data, "modality": "audio" if kind == "input_audio" else kind.removesuffix("_url")}
+
+
 Numbers = list[int | float]
 
 
@@ -135,7 +151,10 @@ def _part_tag(part: Any) -> str | None:
     kind = _part_kind(part) if isinstance(part, dict) else None
     if kind is None:
         return None
-    return _UNION + ("embeds" if kind.endswith("_embeds") else kind)
+    if kind.endswith("_embeds"):
+        return _UNION + "embeds"
+    named = kind != "text" and part.get("uuid") is not None and _payload(part, kind) is None
+    return _UNION + ("named" if named else kind)
 
 
 def _part_kind(part: dict[str, Any]) -> str | None:
@@ -157,7 +176,8 @@ ContentPart = Annotated[
     | Annotated[InputAudioPart, Tag(_UNION + "input_audio")]
     | Annotated[AudioPart, Tag(_UNION + "audio_url")]
     | Annotated[VideoPart, Tag(_UNION + "video_url")]
-    | Annotated[EmbedsPart, Tag(_UNION + "embeds")],
+    | Annotated[EmbedsPart, Tag(_UNION + "embeds")]
+    | Annotated[NamedPart, Tag(_UNION + "named")],
     Discriminator(
         _part_tag,
         custom_error_type="part_type",
@@ -194,12 +214,13 @@ class Message(_Wire):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _no_media_by_name_alone(cls, content: Any) -> Any:
-        """Other servers take a uuid for an item sent before; here it would be misread as a missing field."""
+    def _no_embeddings_by_name_alone(cls, content: Any) -> Any:
+        """They are not kept; without this it would be misread as a missing field."""
         for index, part in enumerate(content if isinstance(content, list) else []):
             kind = _part_kind(part) if isinstance(part, dict) else None
-            if kind and part.get("uuid") is not None and _payload(part, kind) is None:
-                raise _Unserved(f"{kind} is missing: nothing is kept by its uuid here, send the item", index)
+            by_name = kind and part.get("uuid") is not None and _payload(part, kind) is None
+            if kind and by_name and kind.endswith("_embeds"):
+                raise _Unserved(f"{kind} is missing: embeddings are not kept by their uuid, send them", index)
         return content
 
 
@@ -284,26 +305,19 @@ class StreamOptions(_Wire):
 
 # Fields of the OpenAI API that would change the answer and are not offered: only these values are taken.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
-    "top_k": (0, -1),
-    "min_p": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
+
+
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # as JSON has it for a key
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ChatRequest(_Wire):
@@ -315,10 +329,23 @@ class ChatRequest(_Wire):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOPS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    ignore_eos: bool = False  # as vLLM: go on to the token limit
+    n: int = Field(default=1, ge=1, le=MAX_ANSWERS)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_TOKEN_IDS)
+    # As vLLM, from here on.
+    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1: all
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=MAX_TOKEN_IDS)
+    ignore_eos: bool = False  # go on to the token limit
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     user: str | None = None
+    cache_salt: str | None = Field(default=None, max_length=MAX_UUID)  # as vLLM: names are known within it
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
     mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding
@@ -337,6 +364,15 @@ class ChatRequest(_Wire):
                 only = json.dumps(values[0])
                 raise _NotOffered(f"{field} is not supported here other than as {only}", field)
         return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _NotOffered("top_logprobs needs logprobs to be true", "top_logprobs")
+        limit = self.token_limit()
+        if limit is not None and self.min_tokens > limit:
+            raise _NotOffered(f"min_tokens is greater than the token limit of {limit}", "min_tokens")
+        return self
 
     def token_limit(self) -> int | None:
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]

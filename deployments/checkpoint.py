@@ -43,8 +43,11 @@ class Prompting:
     add_special_tokens: bool = True  # what the processor does when the template writes no bos token
 
 
-def load_prompting(model: str) -> Prompting:
-    """Tokenizer, template and placeholders, without torch where the checkpoint allows it."""
+def load_prompting(model: str, chat_template: str = "") -> Prompting:
+    """Tokenizer, template and placeholders, without torch where the checkpoint allows it.
+
+    `chat_template`: a file with one to use instead of the checkpoint's.
+    """
     folder = Path(resolve(model))
     config = _read_json(folder / "tokenizer_config.json")
     if config.get("processor_class") in _TOKENIZER_SUFFICES and (folder / "chat_template.jinja").is_file():
@@ -53,9 +56,9 @@ def load_prompting(model: str) -> Prompting:
         # By its class: `AutoTokenizer` would import torch.
         tokenizer = getattr(transformers, config["tokenizer_class"]).from_pretrained(folder)
         placeholders = {m: token for m in Modality if (token := getattr(tokenizer, f"{m}_token", None))}
-        return Prompting(tokenizer, tokenizer.chat_template, placeholders)
+        return Prompting(tokenizer, _read(chat_template) or tokenizer.chat_template, placeholders)
 
-    return prompting_of(load_processor(model))
+    return prompting_of(load_processor(model, chat_template))
 
 
 def prompting_of(processor: Any) -> Prompting:
@@ -63,7 +66,8 @@ def prompting_of(processor: Any) -> Prompting:
     if isinstance(template, dict):
         template = template.get("default")
     if template is None:
-        raise ValueError(f"the checkpoint has no chat template ({type(processor).__name__})")
+        family = type(processor).__name__
+        raise ValueError(f"the checkpoint has no chat template ({family}); name a file as chat_template")
     text_kwargs = getattr(processor, "text_kwargs", {})
     return Prompting(
         tokenizer=getattr(processor, "tokenizer", processor),
@@ -73,8 +77,8 @@ def prompting_of(processor: Any) -> Prompting:
     )
 
 
-def load_processor(model: str) -> Any:
-    """The checkpoint's processor; for a model of text alone, its tokenizer.
+def load_processor(model: str, chat_template: str = "") -> Any:
+    """The checkpoint's processor; for a model of text alone, its tokenizer. `chat_template`: as above.
 
     A class of processor may fix the size of videos over what the checkpoint says of its own video processor.
     Where the checkpoint does say, it wins here.
@@ -87,6 +91,8 @@ def load_processor(model: str) -> Any:
     if not getattr(processor, "chat_template", None) and hasattr(processor, "tokenizer"):
         # Some classes of processor drop the template that the checkpoint's tokenizer keeps.
         processor.chat_template = processor.tokenizer.chat_template
+    if chat_template:
+        processor.chat_template = _read(chat_template)
     if own_size and "size" in getattr(processor, "videos_kwargs", {}):
         processor.videos_kwargs = {**processor.videos_kwargs, "size": own_size}
     return processor
@@ -128,6 +134,10 @@ def load_model(model: str, device: str, dtype: DTypeName) -> Any:
         # Full Omni checkpoints leave it to their own `generate`; without it no answer would end.
         defaults.eos_token_id = load_prompting(model).tokenizer.eos_token_id
     return loaded.to(device).eval()
+
+
+def _read(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8") if file else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

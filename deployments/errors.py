@@ -10,6 +10,7 @@
     ├── InvalidMedia                 422  the item's bytes are not what they should be
     │   ├── MediaTooLarge            413  the item is over a declared limit (bytes, pixels, seconds, frames)
     │   └── UnsupportedMedia         415  a format or modality we or the model do not take
+    ├── UnknownName                  422  no item is known by this uuid (any more); send it again
     ├── FetchRefused                 422  the URL is not allowed by policy, or the media host said 4xx
     ├── FetchFailed                  502  the media host is unreachable, or said 5xx
     ├── Overloaded                   503  a queue is full; try again
@@ -84,6 +85,11 @@ class UnsupportedMedia(InvalidMedia):
     code = "unsupported_media"
 
 
+class UnknownName(ServingError):
+    status = 422
+    code = "unknown_uuid"
+
+
 class FetchRefused(ServingError):
     status = 422
     code = "fetch_refused"
@@ -92,6 +98,10 @@ class FetchRefused(ServingError):
 class FetchFailed(ServingError):
     status = 502
     code = "fetch_failed"
+
+
+class NotDecoded(ServingError):
+    """Between stages only: the arrays of an item are wanted after all."""
 
 
 class Overloaded(ServingError):

@@ -126,6 +126,10 @@ class MediaLoader:
     async def ready(self) -> None:
         """Answers once the replica is up."""
 
+    async def reset_cache(self) -> None:
+        self._cache.clear()
+        self._decoded.clear()
+
     async def close(self) -> None:
         """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
         self._pool.shutdown()

@@ -8,12 +8,13 @@ import time
 import warnings
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.checkpoint import DTypeName, load_model
-from deployments.engine.base import Engine, EngineItem
+from deployments.engine.base import Engine, EngineItem, EngineStats
 from deployments.errors import PromptTooLong, ServingError
 from deployments.logs import log_refusals_in_one_line
 from deployments.payload import unpack
@@ -29,6 +30,11 @@ class ModelConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
     dtype: DTypeName = "auto"  # auto: the checkpoint's own on a GPU, float32 on a CPU
     max_model_len: int | None = Field(default=None, ge=2)  # tokens; the model's context where not set
+    max_running: int = Field(default=64, ge=1)  # answers that get a token in each step
+    max_waiting: int = Field(default=256, ge=0)  # requests beyond that; one more is a 503
+    step_tokens: int = Field(default=512, ge=1)  # of prompts, and of media to encode, in a step
+    kv_cache_bytes: int | None = Field(default=None, ge=1)  # see engine/batched_engine.py where not set
+    encoder_cache_bytes: int = Field(default=256 * 2**20, ge=0)  # of encoded media
     torch_threads: int = Field(default=1, ge=1)
 
 
@@ -51,22 +57,26 @@ class Model:
         arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
         items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
         logger.info("generating from %d tokens", length)
-        num_tokens, outcome = 0, "cancelled"
+        num_tokens, outcomes = 0, [""] * sampling.n
         async with aclosing(self._engine.submit(prompt, items, sampling)) as deltas:
             try:
                 async for delta in deltas:
                     num_tokens += len(delta.token_ids)
-                    outcome = delta.finish_reason or outcome
+                    outcomes[delta.index] = delta.finish_reason or ""
                     yield delta
             except ServingError:
-                outcome = "failed"
+                outcomes = ["failed"]
                 raise
             finally:
                 ms = (time.perf_counter() - start) * 1000
-                logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, outcome)
+                told = ", ".join(outcome or "cancelled" for outcome in outcomes)
+                logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
 
     async def describe(self) -> ModelSpec:
         return self._engine.spec
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""
@@ -83,9 +93,12 @@ class Model:
 
 
 def _load_engine(config: ModelConfig) -> Engine:
+    """In batches where the family allows it, else one request after another."""
     # Imported here, so that whoever only wants the config does not import torch.
     import torch
 
+    from deployments.engine.batched_engine import BatchedEngine, Limits
+    from deployments.engine.runner import why_not
     from deployments.engine.transformers_engine import TransformersEngine
 
     torch.set_num_threads(config.torch_threads)
@@ -94,4 +107,9 @@ def _load_engine(config: ModelConfig) -> Engine:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return TransformersEngine(load_model(config.model, device, config.dtype), config.max_model_len)
+    model = load_model(config.model, device, config.dtype)
+    if reason := why_not(model):
+        logger.warning("%s is served one request at a time: %s", config.model, reason)
+        return TransformersEngine(model, config.max_model_len, 1 + config.max_waiting)
+    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
+    return BatchedEngine(model, limits)

@@ -24,6 +24,7 @@ class TokenizerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
+    chat_template: str = ""  # a file; empty: the checkpoint's own
     threads: int = Field(default=1, ge=1)
     niceness: int = Field(default=0, ge=0, le=19)  # text is the fast lane: it does not step back
 
@@ -37,7 +38,7 @@ class Tokenizer:
         # Fast tokenizers must not be used from several threads at once: each call borrows one.
         self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()
         for _ in range(config.threads):
-            encoder = ChatEncoder(load_prompting(config.model))
+            encoder = ChatEncoder(load_prompting(config.model, config.chat_template))
             self._idle.put(encoder)
         self._spec = encoder.spec
 

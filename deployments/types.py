@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy.typing as npt
 
@@ -63,6 +63,14 @@ class MediaOptions:
     decode_again: bool = True  # the arrays are wanted of what was decoded before, too
 
 
+class Name(NamedTuple):
+    """What a client calls an item. Clients with different salts never see each other's."""
+
+    salt: str
+    modality: Modality
+    uuid: str
+
+
 @dataclass(frozen=True, slots=True)
 class Media:
     """One decoded item.
@@ -81,6 +89,7 @@ class Media:
     video_metadata: dict[str, Any] | None = None  # {"total_num_frames", "fps", "frames_indices", "duration"}
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
     cached: bool = False
+    name: Name | None = None  # by which it may be asked for again
 
 
 # Features with the seconds of a step of a video's grid, as families call them; clients may use either.
@@ -152,6 +161,15 @@ class MMFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """An item that was asked for by its name."""
+
+    media: Media  # without its arrays
+    features: MMFeatures
+    service_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class MMBatch:
     """Items that were processed in one call, in their order."""
 
@@ -188,16 +206,35 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
+    """How an answer is drawn. A value that changes nothing is the default of each field."""
+
     max_tokens: int
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
-    seed: int | None = None
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # of the most likely token's probability
+    repetition_penalty: float = 1.0  # of what is in the prompt or the answer, as a factor
+    presence_penalty: float = 0.0  # of what is in the answer, once
+    frequency_penalty: float = 0.0  # of what is in the answer, for each time
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    seed: int | None = None  # one seed, one answer, whatever else is running
+    min_tokens: int = 0  # neither an end nor `stop_token_ids` before so many
+    stop_token_ids: tuple[int, ...] = ()  # end the answer and are not part of it
     ignore_eos: bool = False  # go on to max_tokens
+    top_logprobs: int | None = None  # alternatives told for each token; None: no logprobs at all
+    n: int = 1  # answers
+
+
+class TokenLogprob(NamedTuple):
+    """How likely the model itself held a token, before penalties and temperature."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # (token id, logprob), the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What the model produced since the last one; the last has a `finish_reason`.
+    """What the model produced for one of the answers since its last one; its last has a `finish_reason`.
 
     The token that ends an answer is not in `token_ids`, so the tokens of all deltas are the completion, and
     their number is what usage counts.
@@ -205,6 +242,9 @@ class Delta:
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"] | None = None
+    index: int = 0  # of the answer, below `SamplingParams.n`
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, where asked for
+    cached_tokens: int = 0  # set on the first delta: tokens of the prompt that needed no work
     queue_ms: float = 0.0  # set on the first delta: waited for the engine
     prefill_ms: float = 0.0  # set on the first delta: until the first token was there
 
@@ -225,6 +265,7 @@ class InputSpec:
     options: MediaOptions
     # What a request may set of the processor, by name, and the largest value; None for what is on or off.
     settings: dict[str, int | None] = field(default_factory=dict)
+    caches: bool = False  # whether what was processed before is kept: then it need not be decoded again
     together: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
     embeds: dict[Modality, EmbedsForm] = field(default_factory=dict)  # of the modalities that can be embedded
 
@@ -236,3 +277,4 @@ class ModelSpec:
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
     device: str = "cpu"
     dtype: str = "float32"
+    vocab_size: int = 0

@@ -20,6 +20,7 @@ import base64
 import http.client
 import io
 import json
+import math
 import mmap
 import os
 import signal
@@ -63,7 +64,7 @@ ROOT = Path(__file__).parent.parent
 MIB = 2**20
 SIZES = (8 * MIB, 32 * MIB, 128 * MIB)
 AT_ONCE = 4
-HIDDEN_SIZE = 128  # tiny-omni's
+HIDDEN_SIZE, MERGE = 128, 2  # tiny-omni's: each embedding is 2 x 2 cells of the grid
 COMPLETIONS = "/v1/chat/completions"
 STAGES = ("Ingress", "EmbeddingLoader", "MediaLoader", "MMPreprocessor", "Tokenizer", "Model")
 VARIANT = "HEADRACE_BENCH_VARIANT"
@@ -307,10 +308,12 @@ def measure(server: Server, seconds: float, load: Callable[[], list[Sent]]) -> F
             pool.submit(repeat, lambda: figures.text_ms.append(first_token_ms(text)), 0.02),
             pool.submit(repeat, sample, 0.02),
         ]
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            figures.sent += load()
-        over.set()
+        try:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                figures.sent += load()
+        finally:
+            over.set()
         for step in steps:
             step.result()
     figures.gap_ms = server.get("/bench/gaps")
@@ -342,18 +345,19 @@ def wait(seconds: float = 0.5) -> list[Sent]:
     return []
 
 
-def embedding(num_bytes: int) -> bytes:
-    """torch.save of float32 [tokens, HIDDEN_SIZE]."""
+def embedding(num_tokens: int) -> bytes:
+    """torch.save of float32 [num_tokens, HIDDEN_SIZE]."""
     import torch
 
     file = io.BytesIO()
-    torch.save(torch.rand(num_bytes // 4 // HIDDEN_SIZE, HIDDEN_SIZE), file)
+    torch.save(torch.rand(num_tokens, HIDDEN_SIZE), file)
     return file.getvalue()
 
 
-def request(file: bytes) -> bytes:
-    marker = "the tensor"
-    part = {"type": "image_embeds", "image_embeds": marker}
+def request(file: bytes, num_tokens: int) -> bytes:
+    marker, side = "the tensor", MERGE * math.isqrt(num_tokens)
+    embeds = {"image_embeds": marker, "image_grid_thw": [1, side, side]}
+    part = {"type": "image_embeds", "image_embeds": embeds}
     body = json.dumps({"messages": [{"role": "user", "content": [part]}]})
     return body.encode().replace(marker.encode(), base64.b64encode(file), 1)
 
@@ -407,8 +411,9 @@ def main() -> None:
     parser.add_argument("--variant", choices=("headrace", "plain"), help="only this one")
     args = parser.parse_args()
     sys.setswitchinterval(0.0005)  # the threads that send must not be what the others wait for
-    files = {size: embedding(size) for size in SIZES}
-    bodies = {size: request(file) for size, file in files.items()}
+    num_tokens = {size: size // 4 // HIDDEN_SIZE for size in SIZES}
+    files = {size: embedding(count) for size, count in num_tokens.items()}
+    bodies = {size: request(file, num_tokens[size]) for size, file in files.items()}
     for variant in [args.variant] if args.variant else ("headrace", "plain"):
         with Server.start(variant) as server:
             report(server, variant, args.seconds, files[SIZES[-1]], bodies)

@@ -46,14 +46,14 @@ def main() -> int:
 
 
 def page(browser: Browser, url: str) -> Iterator[tuple[str, bytes]]:
-    browser.resize(1280, 900)
+    browser.resize(1280, 1240)
     browser.open(url)
-    browser.wait("document.querySelector('#model').textContent")
     ask(browser, "what do you see and hear?", MIXED)
     browser.wait("document.querySelector('article .waterfall')")
-    yield "page-answered", browser.screenshot()
     browser.click(".seen summary")
     browser.wait("document.querySelector('.seen .waterfall')")
+    browser.wait("[...document.querySelectorAll('video')].every((video) => video.readyState > 1)")
+    yield "page-answered", browser.screenshot()
     browser.prefer("dark")
     yield "page-dark", browser.screenshot()
     browser.prefer("light")
@@ -117,7 +117,6 @@ def part(path: Path) -> dict[str, object]:
 
 def dashboard(browser: Browser, url: str) -> Iterator[tuple[str, bytes]]:
     browser.resize(1600, 1000)
-    browser.open(url)
     token = subprocess.run(
         [Path(sys.executable).with_name("ray"), "get-auth-token"], capture_output=True, text=True, check=True
     ).stdout.strip()

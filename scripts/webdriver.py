@@ -34,8 +34,28 @@ _ARGUMENTS = (
 )
 
 
+_STARTS = 5
+
+
 class WebDriverError(Exception):
     """What the driver answered instead of a value."""
+
+
+@contextmanager
+def _driver() -> Iterator[int]:
+    """Its port. The one that it takes for IPv6 may be taken for IPv4; it ends then, and is started again."""
+    for _ in range(_STARTS):
+        driver = subprocess.Popen([str(DRIVER), "--port=0"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert driver.stdout is not None
+            started = next((line for line in driver.stdout if "started successfully on port" in line), None)
+            if started:
+                yield int(started.strip().rstrip(".").rpartition(" ")[2])
+                return
+        finally:
+            driver.terminate()
+            driver.communicate()
+    raise WebDriverError(f"{DRIVER} did not start")
 
 
 class Browser:
@@ -46,11 +66,8 @@ class Browser:
     @contextmanager
     def start(cls, width: int = 1280, height: int = 900) -> Iterator[Browser]:
         assert DRIVER is not None
-        driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
-        try:
-            assert driver.stdout is not None
-            started = next(line for line in driver.stdout if "started successfully on port" in line)
-            url = f"http://127.0.0.1:{started.strip().rstrip('.').rpartition(' ')[2]}/session"
+        with _driver() as port:
+            url = f"http://127.0.0.1:{port}/session"
             options = {
                 "args": [*_ARGUMENTS, f"--window-size={width},{height}"],
                 "binary": shutil.which("chromium") or "",
@@ -61,9 +78,6 @@ class Browser:
                 yield cls(session)
             finally:
                 _call("DELETE", session)
-        finally:
-            driver.terminate()
-            driver.communicate()
 
     def open(self, url: str) -> None:
         self._post("url", url=url)

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import Server
+from hypothesis import settings
 from webdriver import DRIVER, Browser
+
+# pytest's own time limit holds; how long one example takes says more about the machine.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 
 @pytest.fixture

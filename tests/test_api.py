@@ -17,6 +17,9 @@ from deployments.types import Delta
 
 COMPLETIONS = "/v1/chat/completions"
 
+# What it would say is made so unlikely that it says something else each time.
+DREAMING = {"temperature": 2, "seed": 7, "repetition_penalty": 10, "ignore_eos": True}
+
 
 @pytest.fixture(scope="module")
 def graph() -> LocalGraph:
@@ -74,6 +77,8 @@ async def test_a_stream_says_the_same_as_a_whole_answer(api: httpx.AsyncClient) 
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["stop"]
     assert usage["choices"] == []
+    for told in (usage["usage"], whole["usage"]):
+        told["prompt_tokens_details"].pop("cached_tokens")  # the second one finds some
     assert usage["usage"] == whole["usage"]
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
 
@@ -106,6 +111,74 @@ async def test_the_same_seed_gives_the_same_text(api: httpx.AsyncClient) -> None
     request = chat("hello", temperature=1.5, seed=7, max_tokens=20)
     first, second = [(await api.post(COMPLETIONS, json=request)).json() for _ in range(2)]
     assert first["choices"] == second["choices"]
+
+
+async def test_several_answers(api: httpx.AsyncClient) -> None:
+    request = chat("hello", n=3, **DREAMING, max_tokens=8)
+    whole = (await api.post(COMPLETIONS, json=request)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert len(set(texts)) == 3
+    assert whole["usage"]["completion_tokens"] == 24
+    one = (await api.post(COMPLETIONS, json=request | {"n": 1})).json()
+    assert one["choices"] == whole["choices"][:1]
+
+    chunks = events(await api.post(COMPLETIONS, json=request | {"stream": True}))
+    streamed = ["", "", ""]
+    reasons = [[], [], []]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["delta"].get("content", "")
+        reasons[choice["index"]].append(choice["finish_reason"])
+    assert streamed == texts
+    assert all(told == [None] * (len(told) - 1) + ["length"] for told in reasons)
+
+
+async def test_one_of_several_answers_reaches_a_stop_string(api: httpx.AsyncClient) -> None:
+    request = chat("hello", n=2, **DREAMING, max_tokens=12)
+    whole = (await api.post(COMPLETIONS, json=request)).json()["choices"]
+    first, second = (choice["message"]["content"] for choice in whole)
+    stop = next(first[i : i + 3] for i in range(len(first) - 3) if first[i : i + 3] not in second)
+    body = (await api.post(COMPLETIONS, json=request | {"stop": stop})).json()
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
+    assert [choice["message"]["content"] for choice in body["choices"]] == [
+        first[: first.index(stop)],
+        second,
+    ]
+    assert body["usage"]["completion_tokens"] < 24
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs(api: httpx.AsyncClient, stream: bool) -> None:
+    request = chat("hello", logprobs=True, top_logprobs=2, max_tokens=6, stream=stream)
+    response = await api.post(COMPLETIONS, json=request)
+    choices = [c for body in (events(response) if stream else [response.json()]) for c in body["choices"]]
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert 0 < len(entries) <= 6
+    for entry in entries:
+        assert entry["logprob"] <= 0
+        assert entry["top_logprobs"][0]["token"] == entry["token"]  # it is greedy
+        assert len(entry["top_logprobs"]) == 2
+    text = "".join(c["delta"].get("content", "") if stream else c["message"]["content"] for c in choices)
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == text
+
+
+async def test_no_logprobs_unless_asked_for(api: httpx.AsyncClient) -> None:
+    (choice,) = (await api.post(COMPLETIONS, json=chat("hello"))).json()["choices"]
+    assert choice["logprobs"] is None
+
+
+async def test_usage_tells_what_was_cached(api: httpx.AsyncClient) -> None:
+    request = chat(png((1, 2, 3)), "what is this, once more and once again?")
+    first, second = [(await api.post(COMPLETIONS, json=request)).json()["usage"] for _ in range(2)]
+    assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16
+    assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]
+
+
+async def test_a_token_that_the_model_does_not_have(api: httpx.AsyncClient) -> None:
+    response = await api.post(COMPLETIONS, json=chat("hello", logit_bias={"999999": 1}))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logit_bias"
 
 
 async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> None:
@@ -407,3 +480,9 @@ async def test_what_can_not_be_tokenized_is_named(
 ) -> None:
     answer = await api.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(("page", "status"), [(True, 200), (False, 404)])
+async def test_the_page_can_be_switched_off(graph: LocalGraph, page: bool, status: int) -> None:
+    async with await graph.client(dataclasses.replace(graph.settings, page=page)) as client:
+        assert (await client.get("/")).status_code == status

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from app.chat import Item, Usage, check_short, media_options, parse_chat, sampling_params
 from app.intake import LongString
 from app.protocol import MediaIOKwargs, parse_chat_request
 from deployments.errors import InvalidRequest
-from deployments.types import MediaOptions, Modality
+from deployments.types import MediaOptions, Modality, ModelSpec, SamplingParams
 
 
 def parsed(
@@ -141,24 +143,52 @@ def test_a_data_uri_without_comma_is_refused() -> None:
         parsed([image("data:image/png;base64")])
 
 
+SPEC = ModelSpec(4096, default_sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 20}, vocab_size=500)
+SILENT = SamplingParams(100, temperature=0.7, top_p=0.9, top_k=20)
+
+
+def sampling(**fields: object) -> SamplingParams:
+    request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
+    return sampling_params(request, 100, SPEC)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, (100, 0.7, 0.9, None)),
-        ({"max_tokens": 5, "temperature": 0, "top_p": 0.5, "seed": 3}, (5, 0, 0.5, 3)),
-        ({"max_tokens": 10**9}, (100, 0.7, 0.9, None)),
+        ({}, SILENT),
+        (
+            {"max_tokens": 5, "temperature": 0, "seed": 3},
+            replace(SILENT, max_tokens=5, temperature=0, seed=3),
+        ),
+        ({"max_tokens": 10**9}, SILENT),
+        ({"top_k": -1, "top_p": 0.5}, replace(SILENT, top_k=0, top_p=0.5)),
+        ({"logit_bias": {"7": -2.5}}, replace(SILENT, logit_bias={7: -2.5})),
+        ({"logprobs": True}, replace(SILENT, top_logprobs=0)),
+        ({"logprobs": True, "top_logprobs": 4}, replace(SILENT, top_logprobs=4)),
+        ({"n": 3, "stop_token_ids": [4, 5]}, replace(SILENT, n=3, stop_token_ids=(4, 5))),
+        ({"min_tokens": 10**9}, replace(SILENT, min_tokens=100)),
+        (
+            {"presence_penalty": 1, "frequency_penalty": -1},
+            replace(SILENT, presence_penalty=1, frequency_penalty=-1),
+        ),
+        ({"min_p": 0.1, "repetition_penalty": 1.2}, replace(SILENT, min_p=0.1, repetition_penalty=1.2)),
     ],
 )
 def test_sampling_is_the_requests_then_the_checkpoints(
-    fields: dict[str, object], expected: tuple[object, ...]
+    fields: dict[str, object], expected: SamplingParams
 ) -> None:
-    request = parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **fields})
-    sampling = sampling_params(request, 100, {"temperature": 0.7, "top_p": 0.9})
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == expected
+    assert sampling(**fields) == expected
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {"500": 1}}, {"stop_token_ids": [3, 500]}])
+def test_a_token_that_the_model_does_not_have(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="names token 500; the model has 500 tokens") as caught:
+        sampling(**fields)
+    assert caught.value.param == next(iter(fields))
 
 
 def test_usage_tells_media_tokens_apart() -> None:
-    usage = Usage(30, {Modality.IMAGE: 9, Modality.AUDIO: 10}, completion_tokens=5)
+    usage = Usage(30, {Modality.IMAGE: 9, Modality.AUDIO: 10}, completion_tokens=5, cached_tokens=16)
     assert usage.to_json() == {
         "prompt_tokens": 30,
         "completion_tokens": 5,
@@ -168,7 +198,7 @@ def test_usage_tells_media_tokens_apart() -> None:
             "image_tokens": 9,
             "audio_tokens": 10,
             "video_tokens": 0,
-            "cached_tokens": 0,
+            "cached_tokens": 16,
         },
     }
 

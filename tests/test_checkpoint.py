@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,27 @@ def test_the_reading_part_of_a_full_omni_checkpoint(full_omni: Path) -> None:
 def test_answers_of_a_checkpoint_that_names_no_eos_end(full_omni: Path) -> None:
     model = load_model(str(full_omni), "cpu", "auto")
     assert model.generation_config.eos_token_id == load_prompting(OMNI).tokenizer.eos_token_id is not None
+
+
+@pytest.mark.parametrize("model", [lambda: OMNI, qwen_vl], ids=["omni", "qwen-vl"])
+def test_a_template_from_a_file(model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }} né", encoding="utf-8")
+    prompting = load_prompting(model(), str(file))
+    assert (
+        prompting.chat_template == load_processor(model(), str(file)).chat_template == file.read_text("utf-8")
+    )
+    assert prompting.placeholders == load_prompting(model()).placeholders
+
+
+def test_a_checkpoint_without_a_template_says_how_to_give_one(tmp_path: Path) -> None:
+    shutil.copytree(qwen_vl(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="name a file as chat_template"):
+        load_prompting(str(tmp_path))
+    file = tmp_path / "mine.jinja"
+    file.write_text("hi")
+    assert load_prompting(str(tmp_path), str(file)).chat_template == "hi"
 
 
 def test_dtypes() -> None:

@@ -18,7 +18,7 @@ def settings(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             nested = settings(kind, f"{prefix}{name}.")
-            found |= {k: v for k, v in nested.items() if not k.endswith(".model")}
+            found |= {k: v for k, v in nested.items() if not k.endswith((".model", ".chat_template"))}
         else:
             found[prefix + name] = field.get_default(call_default_factory=True)
     return found
@@ -50,6 +50,15 @@ def test_a_relative_folder_means_the_same_in_every_process(
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     assert AppConfig(model="mine").engine.model == str(tmp_path / "mine")
+
+
+def test_stages_that_write_prompts_get_the_one_template(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")
+    config = AppConfig(chat_template=str(file))
+    assert config.tokenizer.chat_template == config.preprocess.chat_template == str(file)
+    with pytest.raises(ValidationError, match=r"there is no file '.*other\.jinja'"):
+        AppConfig(chat_template=str(tmp_path / "other.jinja"))
 
 
 @pytest.mark.parametrize(

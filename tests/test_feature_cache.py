@@ -1,7 +1,7 @@
 import pytest
 
-from deployments.multimodal.feature_cache import FeatureCache, Kept, Name
-from deployments.types import Media, MMFeatures, Modality, Payload
+from deployments.multimodal.feature_cache import FeatureCache, Kept
+from deployments.types import Media, MMFeatures, Modality, Name, Payload
 
 MIB = 2**20
 

@@ -32,6 +32,7 @@ from deployments.embeddings import EmbeddingLoader, EmbeddingsConfig
 from deployments.engine.base import EngineItem
 from deployments.engine.inputs import embedded, encode, hidden_size
 from deployments.engine.transformers_engine import TransformersEngine
+from deployments.errors import ServingError
 from deployments.multimodal.placeholders import expand
 from deployments.payload import unpack
 from deployments.types import (
@@ -223,7 +224,12 @@ async def test_no_number_breaks_anything(
     filled = np.full_like(item.arrays["image_embeds"], value)
     prompt = tokenizer(folder).encode(chat(media, "what is it?"))
     sampling = SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True)
-    item = replace(item, arrays=item.arrays | {"image_embeds": filled})
+    spoilt = replace(item, arrays=item.arrays | {"image_embeds": filled})
+    if np.isnan(value):
+        with pytest.raises(ServingError, match="made no numbers"):
+            await answer(engine, prompt, [spoilt], sampling)
+    else:
+        assert len(await answer(engine, prompt, [spoilt], sampling)) == 4
     assert len(await answer(engine, prompt, [item], sampling)) == 4
 
 

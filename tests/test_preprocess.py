@@ -126,7 +126,9 @@ async def test_each_video_keeps_its_own_rate(stage: MMPreprocessor, every: int, 
         "total_num_frames": 8 * every,
         "frames_indices": [every * i for i in range(8)],
     }
-    features = await stage.process(replace(media, video_metadata=metadata), timeout_s=30)
+    features = await stage.process(
+        replace(media, digest=f"every {every}", video_metadata=metadata), timeout_s=30
+    )
     arrays = await unpack(features.payload)
     patch = processor(OMNI).video_processor.temporal_patch_size
     np.testing.assert_allclose(arrays["video_second_per_grid"], [patch * seconds])

@@ -90,12 +90,25 @@ def test_null_is_absent_at_the_top() -> None:
         (chat("hi", stream_options={"include_usage": 1}), "stream_options.include_usage"),
         (chat("hi", user=7), "user"),
         (chat("hi", model=7), "model"),
-        (chat("hi", n=2), "n"),
+        (chat("hi", n=0), "n"),
+        (chat("hi", n=129), "n"),
         (chat("hi", n=True), "n"),
-        (chat("hi", logprobs=True), "logprobs"),
+        (chat("hi", logprobs=1), "logprobs"),
+        (chat("hi", logprobs=True, top_logprobs=21), "top_logprobs"),
+        (chat("hi", top_logprobs=2), "top_logprobs"),
+        (chat("hi", presence_penalty=2.1), "presence_penalty"),
+        (chat("hi", frequency_penalty=-2.1), "frequency_penalty"),
+        (chat("hi", logit_bias={"1": 101}), "logit_bias.1"),
+        (chat("hi", logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+        (chat("hi", top_k=-2), "top_k"),
+        (chat("hi", min_p=1.1), "min_p"),
+        (chat("hi", repetition_penalty=0), "repetition_penalty"),
+        (chat("hi", min_tokens=-1), "min_tokens"),
+        (chat("hi", min_tokens=9, max_tokens=8), "min_tokens"),
+        (chat("hi", stop_token_ids=[-1]), "stop_token_ids[0]"),
         (chat("hi", tools=[{"type": "function"}]), "tools"),
         (chat("hi", response_format={"type": "json_object"}), "response_format"),
-        (chat(["a", {"type": "image_url", "image_url": None, "uuid": "x"}]), "messages[0].content[1]"),
+        (chat(["a", {"type": "image_url", "image_url": None, "uuid": ""}]), "messages[0].content[1].uuid"),
         (chat([{"type": "image_embeds", "uuid": "x"}]), "messages[0].content[0]"),
         (chat([{"type": "image_url", "image_url": "http://h", "uuid": 7}]), "messages[0].content[0].uuid"),
         (chat([{"image_url": "http://h", "uuid": "x" * 257}]), "messages[0].content[0].uuid"),
@@ -125,9 +138,19 @@ def test_a_body_that_is_no_object(document: object) -> None:
     assert refusal(document).message == "The body must be a JSON object."
 
 
-def test_a_uuid_alone_asks_for_the_item() -> None:
-    part = {"type": "input_audio", "input_audio": None, "uuid": "x"}
-    assert "input_audio is missing: nothing is kept by its uuid" in refusal(chat([part])).message
+def test_the_uuid_of_embeddings_alone_asks_for_them() -> None:
+    part = {"type": "audio_embeds", "audio_embeds": None, "uuid": "x"}
+    assert "audio_embeds is missing: embeddings are not kept by their uuid" in refusal(chat([part])).message
+
+
+def test_media_may_be_named_alone() -> None:
+    parts = [
+        {"type": "image_url", "image_url": None, "uuid": "x"},
+        {"type": "input_audio", "uuid": "y"},
+        {"video_url": None, "uuid": "z"},
+    ]
+    named = parse_chat_request(chat(parts)).messages[0].content
+    assert [(part.modality, part.uuid) for part in named] == [("image", "x"), ("audio", "y"), ("video", "z")]
 
 
 @pytest.mark.parametrize(
@@ -202,18 +225,14 @@ def test_a_type_that_is_no_type_is_refused(kind: object) -> None:
     assert refusal(chat([{"type": kind, "text": "hi"}])).param == "messages[0].content[0]"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tool_choice", "required"),
-        ("top_k", 5),
-        ("min_p", 0.1),
-        ("repetition_penalty", 1.2),
-        ("min_tokens", 3),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("tool_choice", "required"), ("best_of", 2)])
 def test_what_would_change_the_answer_is_refused_by_name(field: str, value: object) -> None:
     assert refusal(chat("hi", **{field: value})).param == field
+
+
+def test_a_biased_token_is_a_number() -> None:
+    assert refusal(chat("hi", logit_bias={"a": 1})).param.startswith("logit_bias.a")
+    assert parse_chat_request(chat("hi", logit_bias={"7": -1})).logit_bias == {"7": -1}
 
 
 def test_the_number_of_parts_is_bounded() -> None:

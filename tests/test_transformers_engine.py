@@ -17,9 +17,10 @@ from tiny_models import MODELS, audio, chat, engine_item, image, joint_call, qwe
 from transformers import GenerationConfig
 
 from deployments.checkpoint import load_model
-from deployments.engine.base import EngineItem
+from deployments.engine.base import Engine, EngineItem
+from deployments.engine.batched_engine import BatchedEngine
 from deployments.engine.transformers_engine import TransformersEngine
-from deployments.errors import ServingError, StageUnavailable
+from deployments.errors import Overloaded, ServingError, StageUnavailable
 from deployments.types import Delta, Prompt, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -72,7 +73,7 @@ def text(*parts: str) -> Prompt:
 
 
 async def answer(
-    engine: TransformersEngine,
+    engine: Engine,
     prompt: Prompt,
     sampling: SamplingParams = GREEDY,
     items: list[EngineItem] | None = None,
@@ -156,7 +157,7 @@ def test_defaults_are_the_checkpoints(model: Any) -> None:
     asking = copy.copy(model)
     asking.generation_config = GenerationConfig(do_sample=True, top_p=0.8, top_k=20, max_new_tokens=99)
     for config, expected in [
-        (asking.generation_config, {"temperature": 1.0, "top_p": 0.8, "max_tokens": 99}),
+        (asking.generation_config, {"temperature": 1.0, "top_p": 0.8, "top_k": 20, "max_tokens": 99}),
         (GenerationConfig(do_sample=True, temperature=0.7), {"temperature": 0.7}),
         (GenerationConfig(), {"temperature": 0.0}),
     ]:
@@ -214,10 +215,39 @@ async def test_what_is_ready_goes_out_in_one_delta(engine: TransformersEngine, g
     gate.open(1)
     assert len((await first).token_ids) == 1
     gate.open(5)
-    engine._waiting.put(None)  # the thread ends after this request
+    engine._inbox.put(None)  # the thread ends after this request
     engine._thread.join()  # the loop, held here, cannot read meanwhile
     rest = [delta async for delta in deltas]
     assert [(len(delta.token_ids), delta.finish_reason) for delta in rest] == [(5, "length")]
+
+
+async def test_several_answers_with_logprobs(engine: TransformersEngine) -> None:
+    asked = SamplingParams(max_tokens=5, temperature=1.0, seed=3, n=2, top_logprobs=1, repetition_penalty=1.2)
+    told = [delta async for delta in engine.submit(text("Dream."), [], asked)]
+    answers = [[t for delta in told if delta.index == index for t in delta.token_ids] for index in range(2)]
+    assert [len(tokens) for tokens in answers] == [5, 5]
+    assert answers[0] != answers[1]
+    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in told)
+    assert (await answer(engine, text("Dream."), replace(asked, n=1)))[0] == answers[0]
+
+
+async def test_both_engines_draw_alike(model: Any, engine: TransformersEngine) -> None:
+    asked = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=3, presence_penalty=0.5)
+    batched = BatchedEngine(model)
+    assert await answer(batched, text("Dream."), asked) == await answer(engine, text("Dream."), asked)
+    batched.close()
+
+
+async def test_a_full_queue_says_so(model: Any) -> None:
+    gate = Gate(model)
+    engine = TransformersEngine(model, max_open=2)
+    tasks = [asyncio.create_task(answer(engine, text("Count."), SamplingParams(2))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await answer(engine, text("Count."))
+    gate.remove()
+    await asyncio.gather(*tasks)
+    engine.close()
 
 
 async def test_the_first_delta_tells_times(engine: TransformersEngine) -> None:

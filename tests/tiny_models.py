@@ -23,6 +23,7 @@ from deployments.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.engine.base import EngineItem
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
+from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import run_lengths
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.payload import pack_pieces
@@ -233,7 +234,8 @@ def _media(
     for array in arrays.values():
         array.flags.writeable = False  # as they come from the object store
     payload = Payload(0, inline=pickle.dumps(arrays, protocol=5))
-    return Media(modality, f"{modality}", payload, {}, 0, "", video_metadata=metadata), arrays
+    name = digest(modality, payload.inline or b"", repr(metadata))
+    return Media(modality, name, payload, {}, 0, "", video_metadata=metadata), arrays
 
 
 def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:
@@ -264,6 +266,16 @@ def engine_items(
     ]
 
 
+def engine_items_of(
+    model: str, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
+) -> list[EngineItem]:
+    """Of a whole request: apart, but for those that must go together."""
+    done: dict[int, EngineItem] = {}
+    for group in _groups(items, item_processor(model).together):
+        done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
+    return [done[i] for i in range(len(items))]
+
+
 def assembled(
     model: str,
     conversation: Chat,
@@ -276,10 +288,7 @@ def assembled(
 
     from deployments.engine.assemble import assemble
 
-    done: dict[int, EngineItem] = {}
-    for group in _groups(items, item_processor(model).together):
-        done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
-    ordered = [done[i] for i in range(len(items))]
+    ordered = engine_items_of(model, items, settings)
     prompt = tokenizer(model).encode(conversation, [item.features.edges for item in ordered])
     return assemble(prompt, ordered, accepts, torch.float32)
 

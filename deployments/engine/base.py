@@ -17,6 +17,24 @@ class EngineItem:
     arrays: Arrays
 
 
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and what holds at this moment."""
+
+    running: int = 0  # answers that get a token in each step, or whose prompt is being read
+    waiting: int = 0  # answers
+    kv_tokens: int = 0  # that the cache holds; 0 where the engine has no cache of its own
+    kv_tokens_used: int = 0  # by running answers
+    steps: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0  # of `prompt_tokens`, found in the cache
+    generated_tokens: int = 0
+    preemptions: int = 0
+    encoder_hits: int = 0  # items
+    encoder_misses: int = 0
+    encoder_bytes: int = 0
+
+
 class Engine(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
@@ -24,12 +42,15 @@ class Engine(Protocol):
     def submit(
         self, prompt: Prompt, items: Sequence[EngineItem], sampling: SamplingParams
     ) -> AsyncGenerator[Delta, None]:
-        """The answer as it is generated; `items` are in the order of `prompt.placeholders`.
+        """The answers as they are generated; `items` are in the order of `prompt.placeholders`.
 
         The request joins the queue at the first step of the generator. Closing the generator cancels it:
-        a request that waits never starts, one that runs stops within a token. Raises ServingError.
+        a request that waits never starts, one that runs stops within a token. Raises Overloaded where the
+        queue is full, and ServingError.
         """
         ...
+
+    def stats(self) -> EngineStats: ...
 
     def check_health(self) -> None:
         """Raises StageUnavailable if the engine can never answer again."""

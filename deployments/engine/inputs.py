@@ -20,7 +20,7 @@ from deployments.multimodal.placeholders import PER_TOKEN, Span, expand
 from deployments.types import SECONDS, Modality, Prompt, embeds_name
 
 # Features that models derive positions from; all others are for their encoders.
-_FOR_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", *SECONDS}) | PER_TOKEN
+FOR_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", *SECONDS}) | PER_TOKEN
 
 
 def is_embedded(item: EngineItem) -> bool:
@@ -34,24 +34,19 @@ def embedded(model: Any, prompt: Prompt, items: Sequence[EngineItem], accepts: S
     `inputs_embeds`: [1, n, hidden size], of the model's dtype and on its device; the others are as they are
     from `assemble`, and enough to derive the positions of every token.
     """
-    bare = [_for_positions(item) for item in items]
-    inputs = assemble(prompt, bare, accepts, model.dtype)
-    if "audio_feature_lengths" in accepts:
-        lengths = [_audio_length(item) for item in items if item.features.modality is Modality.AUDIO]
-        if lengths:
-            inputs["audio_feature_lengths"] = torch.tensor(lengths)
+    inputs = for_positions(prompt, items, accepts, model.dtype)
     _, spans = expand(prompt, [item.features for item in items])
     token_ids = inputs["input_ids"][0]
     rows = model.get_input_embeddings()(token_ids.to(model.device))
     for item, span in zip(items, spans, strict=True):
-        rows[_places(model.config, item, span, token_ids)] = encode(model, item).to(rows.dtype)
+        rows[places_of(model.config, item, span, token_ids)] = encode(model, item).to(rows.dtype)
     return inputs | {"inputs_embeds": rows[None]}
 
 
 def encode(model: Any, item: EngineItem) -> torch.Tensor:
     """The item as embeddings, [num_tokens, hidden size], on the model's device."""
     if is_embedded(item):
-        return _given(item).to(model.device)
+        return given(item).to(model.device)
     encoder = getattr(model, f"get_{item.features.modality}_features")
     features = {
         name: to_tensor(item.arrays[name], model.dtype).to(model.device)
@@ -68,16 +63,26 @@ def encode(model: Any, item: EngineItem) -> torch.Tensor:
     return rows
 
 
-def _given(item: EngineItem) -> torch.Tensor:
+def given(item: EngineItem) -> torch.Tensor:
     """A view; of bfloat16 the array has the bits."""
     name = embeds_name(item.features.modality)
     tensor = torch.from_numpy(item.arrays[name])
     return tensor.view(torch.bfloat16) if item.features.shapes[name][1] == "bfloat16" else tensor
 
 
-def _for_positions(item: EngineItem) -> EngineItem:
-    arrays = {name: array for name, array in item.arrays.items() if name in _FOR_POSITIONS}
-    return replace(item, arrays=arrays)
+def for_positions(
+    prompt: Prompt, items: Sequence[EngineItem], accepts: Set[str], dtype: torch.dtype
+) -> dict[str, Any]:
+    """As `assemble`, but only with what the positions of the tokens are derived from, on the CPU."""
+    bare = [
+        replace(item, arrays={name: array for name, array in item.arrays.items() if name in FOR_POSITIONS})
+        for item in items
+    ]
+    inputs = assemble(prompt, bare, accepts, dtype)
+    lengths = [_audio_length(item) for item in items if item.features.modality is Modality.AUDIO]
+    if lengths and "audio_feature_lengths" in accepts:
+        inputs["audio_feature_lengths"] = torch.tensor(lengths)
+    return inputs
 
 
 def _audio_length(item: EngineItem) -> int:
@@ -85,7 +90,7 @@ def _audio_length(item: EngineItem) -> int:
     return 4 * item.features.num_tokens - 1
 
 
-def _places(config: Any, item: EngineItem, span: Span, token_ids: torch.Tensor) -> torch.Tensor:
+def places_of(config: Any, item: EngineItem, span: Span, token_ids: torch.Tensor) -> torch.Tensor:
     """Indices of the item's embeddings in the prompt."""
     places = torch.arange(span.offset, span.offset + span.length)
     if item.features.modality is None:

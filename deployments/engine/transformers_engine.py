@@ -1,283 +1,164 @@
-"""The plain engine: requests run one after another through `model.generate`, in a thread of its own."""
+"""The plain engine: requests run one after another through `model.generate`, whatever the family."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import copy
 import inspect
-import logging
-import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from deployments.engine.assemble import assemble
-from deployments.engine.base import EngineItem
+from deployments.engine.base import EngineStats
 from deployments.engine.inputs import embedded, hidden_size, is_embedded
-from deployments.errors import ServingError, StageUnavailable
-from deployments.types import Delta, ModelSpec, Prompt, SamplingParams
+from deployments.engine.sampler import SamplerState, sample
+from deployments.engine.threaded import (
+    Request,
+    ThreadedEngine,
+    as_serving_error,
+    default_sampling,
+    eos_token_ids,
+)
+from deployments.errors import ServingError
+from deployments.types import Delta, ModelSpec
 
-logger = logging.getLogger("ray.serve")
 
-FinishReason = Literal["stop", "length"]
-
-COLDEST = 1e-5  # a lower temperature is greedy: dividing by it would overflow
-
-_DIED = "The engine has stopped."
-
-
-class TransformersEngine:
+class TransformersEngine(ThreadedEngine):
     """First come, first served; greedy output is that of `model.generate` on the same inputs.
 
-    A request that breaks inside the model fails alone. The thread ends only with `close()` or by a fault
-    of the engine itself, and then every open request fails with StageUnavailable.
+    A request that breaks inside the model fails alone.
     """
 
-    def __init__(self, model: Any, max_model_len: int | None = None) -> None:
+    def __init__(self, model: Any, max_model_len: int | None = None, max_open: int = 256) -> None:
         self._model = model
-        self._defaults: GenerationConfig = model.generation_config
-        context = model.config.get_text_config().max_position_embeddings
-        self._spec = ModelSpec(
+        self._eos = eos_token_ids(model.generation_config)
+        text = model.config.get_text_config()
+        context = text.max_position_embeddings
+        spec = ModelSpec(
             max_model_len=min(context, max_model_len or context),
             hidden_size=hidden_size(model),
-            default_sampling=_default_sampling(self._defaults),
+            default_sampling=default_sampling(model.generation_config),
             device=model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=text.vocab_size,
         )
+        super().__init__(spec, max_open)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._waiting: SimpleQueue[_Request | None] = SimpleQueue()
-        self._open: set[_Request] = set()
-        self._lock = threading.Lock()  # guards _open and _stopped
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._waiting: deque[Request] = deque()
+        self._stats = EngineStats()
         self._thread.start()
 
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    async def submit(
-        self, prompt: Prompt, items: Sequence[EngineItem], sampling: SamplingParams
-    ) -> AsyncGenerator[Delta, None]:
-        request = _Request(prompt, items, sampling)
-        with self._lock:
-            if self._stopped:
-                raise StageUnavailable(_DIED)
-            self._open.add(request)
-        self._waiting.put(request)
-        try:
-            while True:
-                delta = await request.output.next()
-                yield delta
-                if delta.finish_reason:
-                    return
-        finally:
-            request.cancelled = True
-            with self._lock:
-                self._open.discard(request)
-
-    def check_health(self) -> None:
-        if not self._thread.is_alive():
-            raise StageUnavailable(_DIED)
-
-    def close(self) -> None:
-        with self._lock:
-            for request in self._open:
-                request.cancelled = True
-        self._waiting.put(None)
-        self._thread.join()
+    def stats(self) -> EngineStats:
+        return replace(self._stats, waiting=len(self._waiting))
 
     def _run(self) -> None:
+        while True:
+            for request in self._arrivals(wait=not self._waiting):
+                if request is None:
+                    return
+                self._waiting.append(request)
+            request = None  # its arrays are in the object store as long as they are referred to
+            self._serve(self._waiting.popleft())
+            self._deliver()
+
+    def _serve(self, request: Request) -> None:
+        self._stats.running = 1
         try:
-            while request := self._waiting.get():
+            for index in range(request.sampling.n):
                 if not request.cancelled:
-                    self._serve(request)
-                del request  # its arrays are in the object store as long as they are referred to
-        finally:
-            with self._lock:
-                self._stopped = True
-                for request in self._open:
-                    request.output.fail(StageUnavailable(_DIED))
+                    self._generate(request, index)
+        except Exception as error:  # noqa: BLE001  # a border: whatever breaks in here, breaks one request
+            self._tell(request, as_serving_error(error))
+        self._stats.running = 0
 
-    def _serve(self, request: _Request) -> None:
-        try:
-            self._generate(request)
-        except ServingError as error:
-            request.output.fail(error)
-        except torch.OutOfMemoryError:
-            logger.exception("out of memory")
-            torch.cuda.empty_cache()
-            request.output.fail(ServingError("The model ran out of memory on this request."))
-        except torch.AcceleratorError:
-            request.output.fail(ServingError("The model's device failed on this request."))
-            raise  # such a device answers nothing any more: this ends the engine, and Serve replaces it
-        except Exception:  # the border of the engine: whatever breaks in here, breaks one request
-            logger.exception("a request broke in the model")
-            request.output.fail(ServingError("The model failed on this request."))
-
-    @torch.inference_mode()
-    def _generate(self, request: _Request) -> None:
+    def _generate(self, request: Request, index: int) -> None:
         started = time.perf_counter()
-        has_embeds = any(is_embedded(item) for item in request.items)
-        if has_embeds:
+        sampling = request.sampling
+        if any(is_embedded(item) for item in request.items):
             inputs = embedded(self._model, request.prompt, request.items, self._accepts)
         else:
             inputs = assemble(request.prompt, request.items, self._accepts, self._model.dtype)
-        room = self._spec.max_model_len - inputs["input_ids"].shape[1]
-        config = self._generation_config(request.sampling, room)
-        # What a model makes of very large embeddings may not be finite: a GPU would fail for good at drawing
-        # from that.
-        config.remove_invalid_values = has_embeds
-        # `generate` draws from torch's own generator, as nobody else in this process does.
-        if request.sampling.seed is None:
-            torch.seed()
-        else:
-            torch.manual_seed(request.sampling.seed)
-        stream = _TokenStream(request, _as_ids(config.eos_token_id), started)
+        token_ids = inputs["input_ids"][0].tolist()
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        limit = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))
+        state = SamplerState(sampling, index, token_ids, ends)
+
+        def pick(logits: torch.Tensor) -> int:
+            """Called by `generate` for every token."""
+            (token,) = sample(logits, [state])
+            if token.token_id is None:
+                raise ServingError("The model made no numbers of this request.")
+            first = {} if state.num_tokens else self._first(request, started)
+            ended = token.token_id in ends
+            reason: Literal["stop", "length"] | None = "stop" if ended else None
+            if not ended:
+                state.add(token.token_id)
+                self._stats.generated_tokens += 1
+                reason = "length" if state.num_tokens == limit else None
+            logprobs = [token.logprob] if token.logprob and not ended else []
+            self._tell(request, Delta([] if ended else [token.token_id], reason, index, logprobs, **first))
+            self._deliver()
+            return token.token_id
+
+        self._stats.prompt_tokens += len(token_ids)
         self._model.generate(
             **{name: tensor.to(self._model.device, non_blocking=True) for name, tensor in inputs.items()},
-            generation_config=config,
-            streamer=stream,
-            stopping_criteria=StoppingCriteriaList([_Cancelled(request)]),
+            generation_config=self._config(limit),
+            logits_processor=LogitsProcessorList([_Pick(pick)]),
+            stopping_criteria=StoppingCriteriaList([_Ended(request, ends)]),
         )
-        if not request.cancelled:
-            request.output.finish("stop" if stream.reached_eos else "length")
 
-    def _generation_config(self, sampling: SamplingParams, room: int) -> GenerationConfig:
-        config = copy.deepcopy(self._defaults)
+    def _first(self, request: Request, started: float) -> dict[str, Any]:
+        """What the first delta of an answer tells besides."""
+        return {
+            "queue_ms": (started - request.submitted) * 1000,
+            "prefill_ms": (time.perf_counter() - started) * 1000,
+        }
+
+    def _config(self, limit: int) -> GenerationConfig:
+        """Tokens are picked by our own sampler, and ended by our own criterion."""
+        config = copy.deepcopy(self._model.generation_config)
         config.max_length = None
+        config.max_new_tokens = limit
         if config.pad_token_id is None:
             config.pad_token_id = 0  # one sequence needs no padding; transformers would warn every time
-        config.max_new_tokens = min(sampling.max_tokens, room)
-        if sampling.ignore_eos:
-            # `generate` would put the default back for None; this id is never drawn.
-            config.eos_token_id = [self._model.config.get_text_config().vocab_size]
+        # `generate` would put the default back for None; this id is never drawn.
+        config.eos_token_id = [self._spec.vocab_size]
         config.num_beams = config.num_return_sequences = 1
-        config.do_sample = sampling.temperature >= COLDEST
-        if config.do_sample:
-            config.temperature, config.top_p = sampling.temperature, sampling.top_p
-            # Zero is no limit: transformers would take 50 where the checkpoint is silent.
-            config.top_k = self._defaults.top_k or 0
-        else:
-            config.temperature = config.top_p = config.top_k = None
+        config.do_sample = False
+        config.temperature = config.top_p = config.top_k = config.min_p = None
+        config.repetition_penalty = 1.0
         return config
 
 
-class _Request:
-    """One submission, shared by the loop that reads it and the engine's thread that writes it."""
+class _Pick(LogitsProcessor):  # type: ignore[misc]
+    """Leaves `generate` one token to choose from."""
 
-    def __init__(self, prompt: Prompt, items: Sequence[EngineItem], sampling: SamplingParams) -> None:
-        self.prompt = prompt
-        self.items = items
-        self.sampling = sampling
-        self.submitted = time.perf_counter()
-        self.cancelled = False  # set by the loop, looked at by the thread after each token
-        self.output = _Output()
+    def __init__(self, pick: Callable[[torch.Tensor], int]) -> None:
+        self._pick = pick
 
-
-class _Output:
-    """From the engine's thread to a loop. What comes while the reader is busy is read as one delta."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._lock = threading.Lock()  # guards what follows
-        self._told = False  # the loop has been woken and has not read yet
-        self._token_ids: list[int] = []
-        self._finish_reason: FinishReason | None = None
-        self._error: ServingError | None = None
-        self._queue_ms = self._prefill_ms = 0.0
-
-    async def next(self) -> Delta:
-        await self._news.wait()
-        with self._lock:
-            if self._error and not self._token_ids:
-                raise self._error
-            delta = Delta(self._token_ids, self._finish_reason, self._queue_ms, self._prefill_ms)
-            self._token_ids, self._queue_ms, self._prefill_ms = [], 0.0, 0.0
-            if not self._error:  # which is raised at the next call
-                self._told = False
-                self._news.clear()
-            return delta
-
-    def start(self, queue_ms: float, prefill_ms: float) -> None:
-        with self._lock:
-            self._queue_ms, self._prefill_ms = queue_ms, prefill_ms
-
-    def push(self, token_id: int) -> None:
-        with self._lock:
-            self._token_ids.append(token_id)
-            self._tell()
-
-    def finish(self, reason: FinishReason) -> None:
-        with self._lock:
-            self._finish_reason = reason
-            self._tell()
-
-    def fail(self, error: ServingError) -> None:
-        with self._lock:
-            if self._finish_reason is None:
-                self._error = error
-                self._tell()
-
-    def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-                self._loop.call_soon_threadsafe(self._news.set)
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token_id = self._pick(scores.clone())
+        only = torch.full_like(scores, -torch.inf)
+        only[:, token_id] = 0
+        return only
 
 
-class _TokenStream(BaseStreamer):  # type: ignore[misc]
-    """Called by `generate` with the prompt, then with every token."""
-
-    def __init__(self, request: _Request, eos_token_ids: frozenset[int], started: float) -> None:
-        self._request = request
-        self._eos_token_ids = eos_token_ids
-        self._started = started
-        self._seen = 0
-        self.reached_eos = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self._seen += 1
-        if self._seen == 1:
-            return
-        output = self._request.output
-        if self._seen == 2:
-            queue_ms = (self._started - self._request.submitted) * 1000
-            output.start(queue_ms, (time.perf_counter() - self._started) * 1000)
-        token_id = int(value.item())
-        self.reached_eos = token_id in self._eos_token_ids
-        if not self.reached_eos:
-            output.push(token_id)
-
-    def end(self) -> None:
-        pass
-
-
-class _Cancelled(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self, request: _Request) -> None:
-        self._request = request
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, request: Request, ends: frozenset[int]) -> None:
+        self._request, self._ends = request, ends
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self._request.cancelled, device=input_ids.device)
-
-
-def _as_ids(token_id: int | list[int] | None) -> frozenset[int]:
-    if token_id is None:
-        return frozenset()
-    return frozenset([token_id] if isinstance(token_id, int) else token_id)
-
-
-def _default_sampling(config: GenerationConfig) -> dict[str, Any]:
-    """What the checkpoint wants where a request is silent: `temperature`, and maybe `top_p`, `max_tokens`."""
-    named = {"max_tokens": config.max_new_tokens}
-    if config.do_sample:
-        named |= {"temperature": config.temperature, "top_p": config.top_p}
-    told = {name: value for name, value in named.items() if value is not None}
-    return {"temperature": 1.0 if config.do_sample else 0.0} | told
+        ended = self._request.cancelled or int(input_ids[0, -1]) in self._ends
+        return torch.full((len(input_ids),), ended, device=input_ids.device)

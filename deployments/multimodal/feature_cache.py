@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from deployments.types import Media, MMFeatures, Modality
+from deployments.types import Media, MMFeatures, Name
 
 MAX_NAMES = 100_000  # the name that was used longest ago goes first
 _OVERHEAD = 4096  # bytes of an entry beside its arrays: records, run lengths, keys
-
-
-class Name(NamedTuple):
-    """What a client calls an item. Clients with different salts never see each other's."""
-
-    salt: str
-    modality: Modality
-    uuid: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class HttpCache:
             said = {name: headers[name] for name in ("age", "date", *_FRESHNESS) if name in headers}
             self.store(url, entry.body, {**entry.headers, **said}, asked_at)
 
+    def clear(self) -> None:
+        self._entries.clear()
+        self.bytes = 0
+
     def _keep(self, url: str, entry: Entry) -> None:
         self._entries[url] = entry
         self.bytes += _num_bytes(url, entry)

@@ -22,6 +22,7 @@ class SingleFlight(Generic[T]):
 
     def __init__(self) -> None:
         self._flights: dict[Hashable, _Flight[T]] = {}
+        self.joins = 0  # calls that found the work under way
 
     async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `work()`, shared by all who call with an equal key meanwhile.
@@ -32,6 +33,8 @@ class SingleFlight(Generic[T]):
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(work()))
+        else:
+            self.joins += 1
         flight.waiters += 1
         try:
             await asyncio.wait([flight.task])

@@ -1,0 +1,267 @@
+"""The batched engine: answers join and leave between steps, and each step runs the model for all of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from deployments.engine.base import EngineStats
+from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
+from deployments.engine.inputs import hidden_size
+from deployments.engine.runner import Runner, bytes_per_token
+from deployments.engine.sampler import Sampled, SamplerState, sample
+from deployments.engine.scheduler import Chunk, MediaSpan, Scheduler, Sequence
+from deployments.engine.threaded import (
+    Request,
+    ThreadedEngine,
+    as_serving_error,
+    default_sampling,
+    eos_token_ids,
+)
+from deployments.errors import ServingError
+from deployments.types import Delta, ModelSpec
+
+logger = logging.getLogger("ray.serve")
+
+_GATHERED = 2**17  # tokens of the cache that one forward may copy for its attention
+_GPU_SHARE = 0.8  # of the memory that the weights leave, for the cache
+_CPU_BYTES = 256 * 2**20  # for the cache, or as much as one context needs
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_model_len: int | None = None  # tokens; None: the model's context
+    max_running: int = 64  # answers that get a token in each step
+    max_waiting: int = 256  # requests beyond that
+    step_tokens: int = 512  # of prompts, and of media to encode, in a step
+    kv_cache_bytes: int | None = None  # None: most of a GPU's free memory, on a CPU _CPU_BYTES
+    encoder_cache_bytes: int = 256 * 2**20
+
+
+class BatchedEngine(ThreadedEngine):
+    """Greedy output is that of `model.generate` on the same inputs, whoever else is served."""
+
+    def __init__(self, model: Any, limits: Limits = Limits()) -> None:
+        context = model.config.get_text_config().max_position_embeddings
+        wanted = min(context, limits.max_model_len or context)
+        num_blocks = _num_blocks(model, limits, wanted)
+        spec = ModelSpec(
+            max_model_len=min(wanted, num_blocks * BLOCK),
+            hidden_size=hidden_size(model),
+            default_sampling=default_sampling(model.generation_config),
+            device=model.device.type,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=model.config.get_text_config().vocab_size,
+        )
+        if spec.max_model_len < wanted:
+            logger.warning("the cache holds %d tokens: that is the longest context", spec.max_model_len)
+        super().__init__(spec, limits.max_running + limits.max_waiting)
+        self._eos = eos_token_ids(model.generation_config)
+        self._runner = Runner(model, num_blocks + RESERVED)
+        self._scheduler = Scheduler(BlockPool(num_blocks + RESERVED), limits.max_running, limits.step_tokens)
+        self._encoded = EncoderCache(limits.encoder_cache_bytes)
+        self._stats = EngineStats(kv_tokens=num_blocks * BLOCK)
+        self._thread.start()
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return replace(
+            self._stats,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_tokens_used=self._stats.kv_tokens - scheduler.pool.num_free * BLOCK,
+            preemptions=scheduler.preemptions,
+            encoder_bytes=self._encoded.num_bytes,
+        )
+
+    def _run(self) -> None:
+        while True:
+            idle = not (self._scheduler.running or self._scheduler.waiting)
+            for request in self._arrivals(wait=idle):
+                if request is None:
+                    return
+                self._join(request)
+            request = None  # its arrays are in the object store as long as they are referred to
+            self._leave()
+            self.step()
+            self._deliver()
+
+    def step(self) -> None:
+        """A token for everyone who has read its prompt, and some more of the prompts that are being read."""
+        chunks = self._scheduler.schedule()
+        self._start(chunks)
+        self._encode(chunks)
+        for batch in _batches(chunks):
+            for read, logits in self._forward(batch):
+                self._commit(read)
+                self._sample(read, logits)
+        self._stats.steps += 1
+
+    def _join(self, request: Request) -> None:
+        if request.cancelled:
+            return
+        sampling = request.sampling
+        try:
+            token_ids, spans, positions, delta = self._runner.read(request.prompt, request.items)
+        except Exception as error:  # noqa: BLE001  # a border: whatever breaks in here, breaks one request
+            self._tell(request, as_serving_error(error))
+            return
+        self._stats.prompt_tokens += len(token_ids)
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        limit = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))
+        leader = None
+        for index in range(sampling.n):
+            sampler = SamplerState(sampling, index, token_ids, ends)
+            sequence = Sequence(
+                request, index, list(token_ids), spans, positions, delta, sampler, limit, leader
+            )
+            self._scheduler.waiting.append(sequence)
+            leader = leader or sequence
+
+    def _leave(self) -> None:
+        for sequence in [each for each in self._scheduler if each.request.cancelled]:
+            self._scheduler.remove(sequence)
+
+    def _start(self, chunks: list[Chunk]) -> None:
+        for sequence in (chunk.sequence for chunk in chunks):
+            if not sequence.started:
+                sequence.started = time.perf_counter()
+                self._stats.prefix_hit_tokens += 0 if sequence.leader else sequence.cached_tokens
+
+    def _encode(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            try:
+                for span in chunk.spans:
+                    self._encode_span(span)
+            except Exception as error:  # noqa: BLE001  # a border, as above
+                self._fail(chunk.sequence.request, as_serving_error(error))
+
+    def _encode_span(self, span: MediaSpan) -> None:
+        if span.embeds is not None:
+            return
+        span.embeds = self._encoded.get(span.key)
+        if span.embeds is not None:
+            self._stats.encoder_hits += 1
+            return
+        self._stats.encoder_misses += 1
+        span.embeds = self._runner.encode(span.item)
+        self._encoded.put(span.key, span.embeds)
+
+    def _forward(self, batch: list[Chunk]) -> list[tuple[list[Chunk], torch.Tensor]]:
+        """Chunks and their logits. Where the batch breaks each is tried alone, and whoever breaks fails."""
+        batch = [chunk for chunk in batch if not chunk.sequence.request.cancelled]
+        if not batch:
+            return []
+        try:
+            return [(batch, self._runner.forward(batch))]
+        except Exception as error:  # noqa: BLE001  # a border, as above
+            failure = as_serving_error(error)
+        if len(batch) > 1:
+            return [pair for chunk in batch for pair in self._forward([chunk])]
+        self._fail(batch[0].sequence.request, failure)
+        return []
+
+    def _commit(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if not chunk.sequence.request.cancelled:  # or failed, for another of its answers
+                self._scheduler.commit(chunk)
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
+        """The next token for those whose last token so far is in their chunk."""
+        rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
+        if not rows:
+            return
+        if len(rows) < len(chunks):
+            logits = logits[rows]
+        sequences = [chunks[row].sequence for row in rows]
+        for sequence, token in zip(sequences, sample(logits, [s.sampler for s in sequences]), strict=True):
+            self._extend(sequence, token)
+
+    def _extend(self, sequence: Sequence, token: Sampled) -> None:
+        request = sequence.request
+        if request.cancelled:
+            return
+        if token.token_id is None:
+            self._fail(request, ServingError("The model made no numbers of this request."))
+            return
+        first = {} if sequence.num_generated else _first(sequence)
+        if token.token_id in sequence.sampler.ends:
+            self._tell(request, Delta([], "stop", sequence.index, **first))
+            self._scheduler.remove(sequence)
+            return
+        sequence.token_ids.append(token.token_id)
+        sequence.sampler.add(token.token_id)
+        self._stats.generated_tokens += 1
+        reason: Literal["length"] | None = "length" if sequence.num_generated == sequence.limit else None
+        logprobs = [token.logprob] if token.logprob else []
+        self._tell(request, Delta([token.token_id], reason, sequence.index, logprobs, **first))
+        if reason:
+            self._scheduler.remove(sequence)
+
+    def _fail(self, request: Request, error: ServingError) -> None:
+        """What the request left in the cache may be no numbers: nobody must find it there."""
+        request.cancelled = True
+        for sequence in [each for each in self._scheduler if each.request is request]:
+            self._runner.clear(self._scheduler.discard(sequence))
+        self._tell(request, error)
+
+
+class EncoderCache:
+    """Items as the model's encoders made them; the one not used for longest goes first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._items: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    def get(self, key: bytes) -> torch.Tensor | None:
+        embeds = self._items.get(key)
+        if embeds is not None:
+            self._items.move_to_end(key)
+        return embeds
+
+    def put(self, key: bytes, embeds: torch.Tensor) -> None:
+        self._items[key] = embeds
+        self.num_bytes += embeds.nbytes
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._items.popitem(last=False)
+            self.num_bytes -= oldest.nbytes
+
+
+def _first(sequence: Sequence) -> dict[str, Any]:
+    """What the first delta of an answer tells besides."""
+    return {
+        "cached_tokens": (sequence.leader or sequence).cached_tokens,
+        "queue_ms": (sequence.started - sequence.request.submitted) * 1000,
+        "prefill_ms": (time.perf_counter() - sequence.started) * 1000,
+    }
+
+
+def _batches(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    """Chunks of about one length, so that little of a batch is padding."""
+    batch: list[Chunk] = []
+    longest = 0
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.end)):
+        longest = max(longest, chunk.end)
+        if batch and (chunk.num_tokens > 2 * batch[0].num_tokens or (len(batch) + 1) * longest > _GATHERED):
+            yield batch
+            batch, longest = [], chunk.end
+        batch.append(chunk)
+    if batch:
+        yield batch
+
+
+def _num_blocks(model: Any, limits: Limits, context: int) -> int:
+    per_block = bytes_per_token(model) * BLOCK
+    if limits.kv_cache_bytes:
+        return max(1, limits.kv_cache_bytes // per_block)
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        return int(free * _GPU_SHARE) // per_block
+    return max(_CPU_BYTES // per_block, -(-context // BLOCK))

@@ -1,0 +1,238 @@
+"""Who computes how many tokens in the next step. Knows no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.engine.blocks import BLOCK, BlockPool
+from deployments.engine.sampler import SamplerState
+from deployments.engine.threaded import Request
+
+if TYPE_CHECKING:
+    import torch
+
+    from deployments.engine.base import EngineItem
+
+
+@dataclass(slots=True)
+class MediaSpan:
+    """An item in a prompt."""
+
+    item: EngineItem
+    key: bytes  # equal for equal embeddings and positions
+    offset: int  # in the prompt
+    embeds: torch.Tensor | None = None  # [length, hidden], once it is encoded
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.item.features.length
+
+
+class Sequence:
+    """One answer: its tokens, and how far they are in the cache."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        token_ids: list[int],
+        spans: list[MediaSpan],
+        positions: npt.NDArray[np.int64],
+        delta: int,
+        sampler: SamplerState,
+        limit: int,
+        leader: Sequence | None = None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.token_ids = token_ids  # prompt and answer
+        self.num_prompt = len(token_ids)
+        self.spans = spans  # in the order of the prompt
+        self.positions = positions  # [rows, num_prompt]: as the family counts, 1 row or 3
+        self.delta = delta  # between a position in the answer and the index of the token
+        self.sampler = sampler
+        self.limit = limit  # tokens of the answer
+        self.leader = leader  # the first answer to the same prompt; the others wait until it has read it
+        self.computed = 0  # tokens whose keys and values are in the cache
+        self.blocks: list[int] = []
+        self.names: list[bytes] = []  # of the blocks that are full, see BlockPool
+        self._next_span = 0  # the first that does not end before the next block to be named
+        self.has_read = False  # whether the prompt was computed once
+        self.cached_tokens = 0  # of the prompt, found in the cache
+        self.started = 0.0  # time.perf_counter() of the first admission
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def name(self, block: int) -> bytes:
+        """Of a block whose tokens are all known. An image counts as what is in it, not as its placeholder."""
+        while len(self.names) <= block:
+            start = len(self.names) * BLOCK
+            end = start + BLOCK
+            hashed = blake2b(self.names[-1] if self.names else b"", digest_size=16)
+            hashed.update(np.array(self.token_ids[start:end], np.int64).tobytes())
+            while self._next_span < len(self.spans) and self.spans[self._next_span].end <= start:
+                self._next_span += 1
+            for span in islice(self.spans, self._next_span, None):
+                if span.offset >= end:
+                    break
+                hashed.update(span.key)
+            self.names.append(hashed.digest())
+        return self.names[block]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one sequence that one step computes."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def spans(self) -> list[MediaSpan]:
+        """Media with a part in it."""
+        if self.start >= self.sequence.num_prompt:
+            return []
+        return [span for span in self.sequence.spans if span.offset < self.end and self.start < span.end]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token comes out of it."""
+        return self.end == len(self.sequence)
+
+
+class Scheduler:
+    """First come, first served. Whoever runs and has read its prompt gets one token in each step; besides,
+    prompts are read in order, `step_tokens` in a step, and media encoded likewise.
+
+    A sequence is admitted when the cache has room for all it has so far. When room for more runs out, the
+    last come goes back to the head of the queue, and reads all its tokens again later.
+    """
+
+    def __init__(self, pool: BlockPool, max_running: int, step_tokens: int) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.step_tokens = step_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.preemptions = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def schedule(self) -> list[Chunk]:
+        """What to compute next; empty only when there is nothing to do."""
+        budget = _Budget(self.step_tokens, self.step_tokens)
+        chunks: list[Chunk] = []
+        for sequence in list(self.running):
+            if not self._grow(sequence):
+                return chunks  # it was the last, and is out
+            chunks += budget.chunk(sequence)
+            if sequence is self.running[-1]:
+                break  # those behind it had to give way
+        while self.waiting and len(self.running) < self.max_running and budget.tokens > 0:
+            if not self._admit(self.waiting[0]):
+                break
+            self.running.append(self.waiting.popleft())
+            chunks += budget.chunk(self.running[-1])
+        return chunks
+
+    def commit(self, chunk: Chunk) -> None:
+        """The chunk is in the cache; blocks that it filled may be shared from now on."""
+        sequence = chunk.sequence
+        sequence.computed = chunk.end
+        for block in range(chunk.start // BLOCK, chunk.end // BLOCK):
+            self.pool.name(sequence.blocks[block], sequence.name(block))
+        sequence.has_read = sequence.has_read or sequence.computed >= sequence.num_prompt
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def discard(self, sequence: Sequence) -> list[int]:
+        """Removes a sequence that broke; its blocks, but for those that others share, are to be cleared."""
+        broken = self.pool.exclusive(sequence.blocks)
+        for block in broken:
+            self.pool.forget(block)
+        self.remove(sequence)
+        return broken
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Room for the next token; False where the sequence itself had to give way."""
+        while len(sequence) > len(sequence.blocks) * BLOCK:
+            if self.pool.num_free:
+                sequence.blocks.append(self.pool.allocate())
+                continue
+            last = self.running.pop()
+            self._release(last)
+            self.waiting.appendleft(last)
+            self.preemptions += 1
+            if last is sequence:
+                return False
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if sequence.leader and not sequence.leader.has_read:
+            return False
+        # The last token is computed in any case: its logits are wanted.
+        names = [sequence.name(block) for block in range((len(sequence) - 1) // BLOCK)]
+        found = self.pool.find(names)
+        missing = -(-len(sequence) // BLOCK) - len(found)
+        # One block each is left for those that run to grow; else the next step would send this one back.
+        if self.pool.num_free - self.pool.num_unused(found) < missing + len(self.running):
+            return False
+        for block in found:
+            self.pool.share(block)
+        sequence.blocks = found + [self.pool.allocate() for _ in range(missing)]
+        sequence.computed = len(found) * BLOCK
+        if not sequence.started:  # later on it may find what it computed itself
+            sequence.cached_tokens = sequence.computed
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.computed = [], 0
+
+
+@dataclass(slots=True)
+class _Budget:
+    tokens: int  # of prompts
+    encoded: int  # tokens of media; the item that uses it up is encoded whole
+
+    def chunk(self, sequence: Sequence) -> list[Chunk]:
+        """One chunk, or none where the budget is spent."""
+        start, end = sequence.computed, len(sequence)
+        if end - start > 1 or not sequence.has_read:
+            end = self._encodable(Chunk(sequence, start, min(end, start + self.tokens)))
+            self.tokens -= end - start
+        return [Chunk(sequence, start, end)] if end > start else []
+
+    def _encodable(self, chunk: Chunk) -> int:
+        """How far the chunk may go."""
+        for span in chunk.spans if chunk.num_tokens else ():
+            if span.embeds is None:
+                if self.encoded <= 0:
+                    return max(span.offset, chunk.start)
+                self.encoded -= span.item.features.num_tokens
+        return chunk.end

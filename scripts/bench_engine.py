@@ -1,0 +1,333 @@
+"""The batched engine alone, against `generate` one by one and in static batches; all ratios are of one run.
+
+    .venv/bin/python -m scripts.bench_engine [--model tiny-omni|qwen2.5-vl] [--seconds 10] [--soak MINUTES]
+
+`qwen2.5-vl` is a random tiny one; a folder or a name on the hub works as well if its images are Qwen's. Each
+figure comes from clients that ask again at once after each answer. Prompts have 32 tokens, answers 16 to 112.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from deployments.checkpoint import load_model
+from deployments.engine.base import Engine, EngineItem
+from deployments.engine.batched_engine import BatchedEngine, Limits
+from deployments.engine.transformers_engine import TransformersEngine
+from deployments.errors import ServingError
+from deployments.types import MMFeatures, Modality, Payload, Prompt, SamplingParams
+
+PROMPT, SHORTEST, LONGEST = 32, 16, 112
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny-omni")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=10, help="for each figure")
+    parser.add_argument(
+        "--soak", type=float, default=0, help="minutes of mixed traffic at saturation instead"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # as in the model's stage
+    model = (
+        tiny_qwen() if options.model == "qwen2.5-vl" else load_model(options.model, options.device, "auto")
+    )
+    if options.soak:
+        asyncio.run(soak(model, options.soak))
+    else:
+        asyncio.run(bench(model, options.seconds))
+
+
+async def bench(model: Any, seconds: float) -> None:
+    print(f"{type(model).__name__} on {model.device}, {model.dtype}, {os.cpu_count()} CPUs\n")
+    generate(model, 1, seconds / 4)  # warm
+    plain = generate(model, 1, seconds)
+    print(f"{'':24}{'tokens/s':>9}{'x':>7}{'TTFT p50':>11}{'p99 ms':>9}{'ITL p50':>10}{'p99 ms':>9}")
+    print(f"{'generate, one by one':24}{plain:9.0f}{1:7.1f}")
+    for size in (4, 16, 64):
+        rate = generate(model, size, seconds)
+        print(f"{f'static batches of {size}':24}{rate:9.0f}{rate / plain:7.1f}")
+    with closing(TransformersEngine(model)) as engine:
+        await closed_loop(engine, 1, seconds / 4)
+        show("generate engine, 1", await closed_loop(engine, 1, seconds), plain)
+    with closing(BatchedEngine(model)) as engine:
+        await closed_loop(engine, 16, seconds / 4)
+        rates = {}
+        for clients in (1, 4, 16, 64):
+            load = await closed_loop(engine, clients, seconds)
+            rates[clients] = load.rate
+            show(f"batched engine, {clients}", load, plain)
+    print(f"\nfrom 1 to 16 clients: {rates[16] / rates[1]:.1f}x")
+    await long_prompt(model)
+    await repeated_image(model)
+
+
+async def long_prompt(model: Any) -> None:
+    """The largest gap between two tokens of eight streams while the longest prompt is read."""
+    with closing(BatchedEngine(model)) as engine:
+        longest = text(0, engine.spec.max_model_len - 2)
+
+        async def streams(during: Callable[[], Awaitable[object]]) -> float:
+            going = asyncio.Event()
+            load = Load()
+
+            async def stream(seed: int) -> None:
+                prompt = text(seed, PROMPT)
+                await load.ask(engine, prompt, [], 400 if len(longest.token_ids) > 600 else 200, going)
+
+            tasks = [asyncio.create_task(stream(seed)) for seed in range(8)]
+            await going.wait()
+            await during()
+            await asyncio.gather(*tasks)
+            return max(load.gaps) * 1000
+
+        alone = await streams(lambda: asyncio.sleep(0))
+        beside = await streams(lambda: Load().ask(engine, longest, [], 1))
+        one_step = await whole_prompt(model, longest)
+    print(f"\nlargest gap of 8 streams: {alone:.1f} ms; with a prompt of {len(longest.token_ids)} tokens")
+    print(f"beside them {beside:.1f} ms, which read at once would take {one_step:.0f} ms")
+
+
+async def whole_prompt(model: Any, prompt: Prompt) -> float:
+    with closing(BatchedEngine(model, Limits(step_tokens=2**20))) as engine:
+        load = Load()
+        await load.ask(engine, prompt, [], 1)
+        return load.first[0] * 1000
+
+
+async def repeated_image(model: Any) -> None:
+    """TTFT of an image that was seen before, after the same text and after another one."""
+    with closing(BatchedEngine(model)) as engine:
+        new, same, other = Load(), Load(), Load()
+        for seed in range(20):
+            item = image(model, seed)
+            for load, text_seed in ((new, seed), (same, seed), (other, 1000 + seed)):
+                prompt = with_image(text(text_seed, PROMPT))
+                await load.ask(engine, prompt, [item], 1)
+        tokens = item.features.num_tokens
+    times = [float(np.median(load.first)) * 1000 for load in (new, same, other)]
+    print(f"\nTTFT p50 with an image of {tokens} tokens: new {times[0]:.1f} ms, after the same text")
+    print(f"{times[1]:.1f} ms ({times[0] / times[1]:.1f}x), after another text {times[2]:.1f} ms")
+
+
+async def soak(model: Any, minutes: float) -> None:
+    """Text and images, of which some leave early and some break; every request must come to an end."""
+    limits = Limits(max_running=32, max_waiting=8, kv_cache_bytes=16 * 2**20, encoder_cache_bytes=2**20)
+    outcomes = dict.fromkeys(("finished", "left", "refused", "broke"), 0)
+    numbers = count()
+    end = time.perf_counter() + 60 * minutes
+    memory: list[float] = []
+
+    async def client(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while time.perf_counter() < end:
+            number = next(numbers)
+            items = [image(model, int(rng.integers(50)))] if number % 3 == 0 else []
+            if number % 50 == 0:
+                items = [spoilt(items[0])] if items else []
+            prompt = text(int(rng.integers(100)), int(rng.integers(8, 200)))
+            prompt = with_image(prompt) if items else prompt
+            leaves = rng.random() < 0.1
+            try:
+                async with asyncio.timeout(60):
+                    await Load().ask(engine, prompt, items, int(rng.integers(1, 120)), leave=leaves)
+                outcomes["left" if leaves else "finished"] += 1
+            except ServingError as error:
+                outcomes["refused" if error.status == 503 else "broke"] += 1
+                await asyncio.sleep(0.05)
+
+    with closing(BatchedEngine(model, limits)) as engine:
+
+        async def watch() -> None:
+            while time.perf_counter() < end:
+                await asyncio.sleep(min(10, 6 * minutes))
+                memory.append(resident_mib())
+                print(
+                    f"{sum(outcomes.values())} requests, {memory[-1]:.0f} MiB, {engine.stats()}", flush=True
+                )
+
+        await asyncio.gather(watch(), *(client(seed) for seed in range(48)))
+        stats = engine.stats()
+    half = len(memory) // 2
+    print(f"{outcomes}; memory {np.mean(memory[half // 2 : half]):.0f} -> {np.mean(memory[half:]):.0f} MiB")
+    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0), stats
+
+
+@dataclass(slots=True)
+class Load:
+    """What clients measured."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)  # s, until the first token
+    gaps: list[float] = field(default_factory=list)  # s, between two deltas of an answer
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    async def ask(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        items: list[EngineItem],
+        max_tokens: int,
+        going: asyncio.Event | None = None,
+        leave: bool = False,
+    ) -> None:
+        before = start = time.perf_counter()
+        async for delta in engine.submit(prompt, items, SamplingParams(max_tokens, ignore_eos=True)):
+            now = time.perf_counter()
+            if before == start:
+                self.first.append(now - start)
+            else:
+                self.gaps.append(now - before)
+            before = now
+            self.tokens += len(delta.token_ids)
+            if going:
+                going.set()
+            if leave:
+                return
+
+
+async def closed_loop(engine: Engine, clients: int, seconds: float) -> Load:
+    load, seeds = Load(), count()
+    start = time.perf_counter()
+
+    async def client() -> None:
+        while time.perf_counter() < start + seconds:
+            seed = next(seeds)
+            await load.ask(engine, text(seed, PROMPT), [], answer_length(seed))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    load.seconds = time.perf_counter() - start
+    return load
+
+
+@torch.inference_mode()
+def generate(model: Any, size: int, seconds: float) -> float:
+    """Tokens a second that were asked for; a batch goes on until its longest answer is there."""
+    start, tokens = time.perf_counter(), 0
+    for batch in count():
+        seeds = range(batch * size, (batch + 1) * size)
+        ids = torch.tensor([text(seed, PROMPT).token_ids for seed in seeds], device=model.device)
+        lengths = [answer_length(seed) for seed in seeds]
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max(lengths),
+            eos_token_id=[model.config.get_text_config().vocab_size],
+            pad_token_id=0,
+        )
+        tokens += sum(lengths)
+        if time.perf_counter() > start + seconds:
+            break
+    return tokens / (time.perf_counter() - start)
+
+
+def show(name: str, load: Load, plain: float) -> None:
+    first, gaps = (np.percentile(np.array(each) * 1000, [50, 99]) for each in (load.first, load.gaps))
+    rate = f"{load.rate:9.0f}{load.rate / plain:7.1f}"
+    print(f"{name:24}{rate}{first[0]:11.1f}{first[1]:9.1f}{gaps[0]:10.2f}{gaps[1]:9.2f}", flush=True)
+
+
+def answer_length(seed: int) -> int:
+    return int(np.random.default_rng(seed).integers(SHORTEST, LONGEST + 1))
+
+
+def text(seed: int, length: int) -> Prompt:
+    return Prompt(np.random.default_rng(seed).integers(20, 180, length).tolist(), [])
+
+
+def with_image(prompt: Prompt) -> Prompt:
+    place = len(prompt.token_ids) // 2
+    ids = [*prompt.token_ids[:place], 0, *prompt.token_ids[place:]]
+    return Prompt(ids, [(Modality.IMAGE, place)])
+
+
+def image(model: Any, seed: int, height: int = 24, width: int = 24) -> EngineItem:
+    """Noise in the form of Qwen's processors."""
+    config, vision = model.config, model.config.vision_config
+    size = 3 * vision.temporal_patch_size * vision.patch_size**2
+    num_tokens = height * width // vision.spatial_merge_size**2
+    pixels = np.random.default_rng(seed).normal(size=(height * width, size)).astype(np.float32)
+    token_id = config.image_token_id
+    ids = [(config.vision_start_token_id, 1), (token_id, num_tokens), (config.vision_end_token_id, 1)]
+    arrays = {
+        "pixel_values": pixels,
+        "image_grid_thw": np.array([[1, height, width]]),
+        "mm_token_type_ids": np.array([[0] + [1] * num_tokens + [0]]),
+    }
+    digest = hashlib.sha256(pixels.tobytes()).hexdigest()
+    return EngineItem(MMFeatures(Modality.IMAGE, digest, num_tokens, ids, Payload(0), {}), arrays)
+
+
+def spoilt(item: EngineItem) -> EngineItem:
+    pixels = item.arrays["pixel_values"][:, :7]
+    return EngineItem(item.features, item.arrays | {"pixel_values": pixels})
+
+
+def tiny_qwen() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 1024,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "rope_parameters": rope,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "patch_size": 8,
+            "out_hidden_size": 128,
+        },
+        image_token_id=1001,
+        video_token_id=1002,
+        vision_start_token_id=1003,
+        vision_end_token_id=1004,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def resident_mib() -> float:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def closing(engine: Any) -> Iterator[Any]:
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
