@@ -12,8 +12,6 @@ http      time to the first token of a text, while 8 requests with a 12 MP JPEG 
 replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop;
           one request with 20 images, and another's single image beside it
 latency   a request with one image, against one process that does the same work in a row, in alternation
-hops      one call of `MMPreprocessor` with the pixels in the message, and in the object store, by size: where
-          `INLINE_BYTES` of deployments/payload.py should be
 
 What else the machine did meanwhile is printed beside each figure, in cores: on a busy one figures say little.
 """
@@ -28,7 +26,6 @@ import http.client
 import itertools
 import json
 import os
-import pickle
 import statistics
 import subprocess
 import sys
@@ -45,15 +42,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-import ray
-from ray import serve
-
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]
+os.environ["RAY_AUTH_MODE"] = "token"  # as local clusters have it; Ray reads it when it is imported
 
+import numpy as np  # noqa: E402
+import ray  # noqa: E402
 from bench_media import jpeg  # noqa: E402
-from cluster import Server, marked, read  # noqa: E402
+from cluster import Server, argument, marked, read  # noqa: E402
+from ray import serve  # noqa: E402
 from tiny_models import qwen_vl  # noqa: E402
 
 from deployments.multimodal import image  # noqa: E402
@@ -66,11 +63,10 @@ SIZES = {"512²": (512, 512), "1024²": (1024, 1024), "2048²": (2048, 2048), "1
 PREPROCESSING = 4  # images in flight
 REQUESTS = 8
 MANY = 20
-SECONDS = 5.0  # of each measurement
+SECONDS = 6.0  # of each measurement
 PAUSE_S = 0.03  # between texts
 WARM_UP_S = 2.0
 LATENCY_N = 25
-HOPS_N = 25
 PROMPT = " ".join(f"word{i % 97} and" for i in range(150))
 TIMEOUT_S = 60.0
 
@@ -115,11 +111,14 @@ def running(model: str, preprocessors: int = 1) -> Iterator[Server]:
 
 
 @contextmanager
-def handles(server: Server) -> Iterator[Callable[[str], Any]]:
-    """Handles to the stages of a running server."""
-    words = (word for pid in marked(server.mark) for word in read(f"/proc/{pid}/cmdline").split("\0"))
-    address = next(word.partition("=")[2] for word in words if word.startswith("--gcs-address="))
-    ray.init(address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+def handles(address: str) -> Iterator[Callable[[str], Any]]:
+    """Handles to the stages of a running server, by their names."""
+    ray.init(
+        address,
+        namespace="serve",
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         yield lambda name: serve.get_deployment_handle(name, "headrace")
     finally:
@@ -185,8 +184,8 @@ def percentile(times: list[float], percent: float) -> float:
 
 def tokenize(server: Server, model: str) -> None:
     print(f"\nTokenizing 300 words, {PREPROCESSING} images in preprocessing")
-    with handles(server) as stage:
-        asyncio.run(_tokenize(server, stage("Tokenizer"), stage("MMPreprocessor")))
+    with handles(argument(server.mark, "--gcs-address=")) as stage:
+        asyncio.run(_tokenize(server, stage("Tokenizer")))
     for pools in ("shared", "own"):
         told = json.loads(child("inside", f"{pools} {model}"))
         idle = told.pop("idle")
@@ -195,7 +194,7 @@ def tokenize(server: Server, model: str) -> None:
             print_times(f"one process, {pools} pool, {name}", times, idle)
 
 
-async def _tokenize(server: Server, tokenizer: Any, preprocessor: Any) -> None:
+async def _tokenize(server: Server, tokenizer: Any) -> None:
     encode = tokenizer.options(_by_reference=False).encode  # as app/pipeline.py does
 
     async def once() -> object:
@@ -205,14 +204,55 @@ async def _tokenize(server: Server, tokenizer: Any, preprocessor: Any) -> None:
     idle: list[float] = []
     print_times("idle", idle := await times_of(once, SECONDS))
     for name, size in SIZES.items():
-        before = Cpu.now(server.mark)
-        item = await photo(*size)
-        process = partial(preprocess, preprocessor, item)
-        async with kept_busy(process) as done:
+        with preprocessing(server, size, PREPROCESSING) as done:
+            before, count = Cpu.now(server.mark), done()
             times = await times_of(once, SECONDS)
-        _, others = Cpu.now(server.mark).since(before)
-        note = f"{len(done) / SECONDS:5.1f} images/s, others {others:.2f} cores"
+            count = done() - count
+            _, others = Cpu.now(server.mark).since(before)
+        note = f"{count / SECONDS:5.1f} images/s, others {others:.2f} cores"
         print_times(name, times, idle, note)
+
+
+@contextmanager
+def preprocessing(server: Server, size: tuple[int, int], in_flight: int) -> Iterator[Callable[[], int]]:
+    """So many images in flight, sent by a process of its own; gives a call that tells how many are done."""
+    command = [sys.executable, __file__, "--child", "sender"]
+    arguments = [argument(server.mark, "--gcs-address="), *map(str, size), str(in_flight)]
+    env = {**os.environ, **dict([server.mark.split("=")])}
+    with subprocess.Popen(
+        [*command, " ".join(arguments)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as sender:
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        sender.stdout.readline()  # it is under way
+
+        def done() -> int:
+            print(file=sender.stdin, flush=True)
+            assert sender.stdout is not None
+            return int(sender.stdout.readline())
+
+        yield done
+        sender.stdin.close()
+
+
+def sender(arguments: str) -> None:
+    """In a process of its own: keeps images in flight, and says how many are done for each line read."""
+    address, width, height, in_flight = arguments.split()
+    with handles(address) as stage:
+        asyncio.run(_sender(stage("MMPreprocessor"), (int(width), int(height)), int(in_flight)))
+
+
+async def _sender(preprocessor: Any, size: tuple[int, int], in_flight: int) -> None:
+    item = await photo(*size)
+    async with kept_busy(partial(preprocess, preprocessor, item), in_flight) as done:
+        print("under way", flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(len(done), flush=True)
 
 
 CHAT = Chat([{"role": "user", "content": PROMPT}])
@@ -463,10 +503,11 @@ def replicas(model: str) -> None:
     rates: list[float] = []
     for count in (1, 2):
         with running(model, count) as server:
-            before = Cpu.now(server.mark)
-            with handles(server) as stage:
-                rates.append(asyncio.run(_rate(stage("MMPreprocessor"), PREPROCESSING * count)))
-            _, others = Cpu.now(server.mark).since(before)
+            with preprocessing(server, SIZES["12 MP"], PREPROCESSING * count) as done:
+                before, finished = Cpu.now(server.mark), done()
+                time.sleep(SECONDS)
+                rates.append((done() - finished) / SECONDS)
+                _, others = Cpu.now(server.mark).since(before)
             print(
                 f"  {count} replica(s)                       {rates[-1]:6.2f} images/s   "
                 f"{rates[-1] / rates[0]:4.2f} x one, {rates[-1] / bare['plain']:4.2f} x the processor, "
@@ -509,14 +550,6 @@ def _by_replica(server: Server, request_id: str) -> list[int]:
     files = (server.logs / "serve").glob("replica_headrace_MMPreprocessor_*.log")
     lines = [file.read_text().splitlines() for file in files]
     return [sum("preprocessed" in line and request_id in line for line in each) for each in lines]
-
-
-async def _rate(preprocessor: Any, in_flight: int) -> float:
-    item = await photo(*SIZES["12 MP"])
-    async with kept_busy(partial(preprocess, preprocessor, item), in_flight) as done:
-        start = time.perf_counter()
-        await asyncio.sleep(SECONDS)
-    return len(done) / (done[-1] - start)
 
 
 def bare(model: str) -> None:
@@ -615,57 +648,22 @@ def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> An
     return model.generate(**inputs, max_new_tokens=1, do_sample=False, pad_token_id=0)
 
 
-# In the message or in the object store
-
-
-def hops(server: Server, model: str) -> None:
-    print(f"\nOne call of MMPreprocessor (median of {HOPS_N}): pixels in the message, or put into the store")
-    with handles(server) as stage:
-        asyncio.run(_hops(stage("MMPreprocessor")))
-
-
-async def _hops(preprocessor: Any) -> None:
-    for side in (64, 128, 192, 256, 384, 512, 768, 1024):
-        item = await photo(side, side)
-        arrays = {name: np.array(array) for name, array in (await unpack(item.payload)).items()}
-        in_message, in_store = [], []
-        for _ in range(HOPS_N):
-            in_message.append(await timed(preprocessor, item, partial(_inline, arrays)))
-            in_store.append(await timed(preprocessor, item, partial(_stored, arrays)))
-        first, second = statistics.median(in_message), statistics.median(in_store)
-        kib = arrays["pixels"].nbytes // 1024
-        print(
-            f"  {side:4} px {kib:5} KiB   {first:6.2f} ms   {second:6.2f} ms   {first - second:+6.2f} ms",
-            flush=True,
-        )
-
-
-async def timed(preprocessor: Any, item: Media, packed: Callable[[], Awaitable[Payload]]) -> float:
-    start = time.perf_counter()
-    await preprocess(preprocessor, replace(item, payload=await packed()))
-    return (time.perf_counter() - start) * 1000
-
-
-async def _inline(arrays: Arrays) -> Payload:
-    return Payload(0, inline=pickle.dumps(arrays, protocol=5))
-
-
-async def _stored(arrays: Arrays) -> Payload:
-    return Payload(0, ref=await asyncio.to_thread(ray.put, arrays))
-
-
 def child(name: str, argument: str) -> str:
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, argument]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
-CHILDREN: dict[str, Callable[[str], None]] = {"inside": inside, "bare": bare, "row": in_a_row}
+CHILDREN: dict[str, Callable[[str], None]] = {
+    "sender": sender,
+    "inside": inside,
+    "bare": bare,
+    "row": in_a_row,
+}
 ON_ONE_SERVER: dict[str, Callable[[Server, str], None]] = {
     "tokenize": tokenize,
     "http": under_load,
     "latency": latency,
-    "hops": hops,
 }
 PARTS = (*ON_ONE_SERVER, "replicas")
 

@@ -34,6 +34,14 @@ SERVE_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 30000,
 }
+RAY_SETTINGS = {
+    # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
+    "RAY_worker_niceness": "0",
+    # Every call between stages is a task: books of each, for `ray list tasks` and Ray's own statistics, take
+    # time in every process.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+}
 RELEASE_S = 40.0
 LOGS = Path(tempfile.gettempdir(), "ray/session_latest/logs/serve")
 
@@ -56,11 +64,7 @@ def main() -> int:
     print(f"Starting Headrace from {args.config}; its logs go to {LOGS}", flush=True)
     server = subprocess.Popen(
         [sys.executable, "-m", "ray.serve.scripts", "run", str(args.config)],
-        env={
-            # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
-            "RAY_worker_niceness": "0",
-            **os.environ,
-        },
+        env={**RAY_SETTINGS, **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
-from run_server import SERVE_PORTS
+from run_server import RAY_SETTINGS, SERVE_PORTS
 
 ROOT = Path(__file__).parent.parent
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
@@ -74,9 +74,9 @@ class Server:
             [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
             cwd=ROOT,
             env={
+                **RAY_SETTINGS,
                 **os.environ,
                 "RAY_ADDRESS": "local",
-                "RAY_worker_niceness": "0",
                 **dict([mark.split("=")]),
                 **(env or {}),
             },

@@ -43,8 +43,14 @@ async def test_only_the_pools_threads_step_back(pool: WorkPool) -> None:
 async def test_requests_have_turns(pool: WorkPool) -> None:
     """Of a request with many items one runs, then one of each other request that waits."""
     order: list[str] = []
-    gate = threading.Event()
-    first = start(pool, "many", gate.wait)
+    gate, begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait()
+
+    first = start(pool, "many", hold)
+    await asyncio.to_thread(begun.wait)
     many = [start(pool, "many", order.append, f"many {i}") for i in range(4)]
     await asyncio.sleep(0)  # all of them have come before
     single = [start(pool, name, order.append, name) for name in ("single", "another")]
