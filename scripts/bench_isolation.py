@@ -526,7 +526,7 @@ def twenty(server: Server) -> None:
             rendering(own, one.body(), "warm")
         alone = rendering(own, one.body(), "alone")
         busy = pool.submit(rendering, other, many.body(), "many")
-        while not _by_replica(server, "many"):
+        while not (sum(_by_replica(server, "many")) or busy.done()):
             time.sleep(0.02)
         beside = rendering(own, one.body(), "beside")
         done = sum(_by_replica(server, "many"))
