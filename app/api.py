@@ -43,7 +43,7 @@ from app.protocol import (
     parse_as,
     parse_chat_request,
 )
-from deployments.errors import ModelNotFound, RequestTooLarge, ServingError
+from deployments.errors import InvalidRequest, ModelNotFound, RequestTooLarge, ServingError
 from deployments.payload import let_go_on_error
 from deployments.types import Delta, Modality
 
@@ -118,6 +118,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     async def read(http: Request, hold: Callable[[int], None], deadline: Deadline) -> Body:
         try:
+            check_origin(http)
             check_length(http)
             return await read_body(
                 _chunks(http),
@@ -129,6 +130,12 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         except ServingError:
             http.state.unread = True
             raise
+
+    def check_origin(http: Request) -> None:
+        """Browsers let any page post a form or plain text, without asking; JSON they ask for first."""
+        is_json = http.headers.get("content-type", "").startswith("application/json")
+        if "origin" in http.headers and not is_json:
+            raise InvalidRequest("A web page must send Content-Type: application/json.")
 
     def check_length(http: Request) -> None:
         """Before the first byte, where the client tells the length."""

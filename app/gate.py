@@ -4,6 +4,9 @@ Serve takes a body from uvicorn as fast as it comes and queues it, without a bou
 application. This ASGI middleware stands between the two, on uvicorn's loop: it receives no further while more
 than AHEAD_BYTES are queued. uvicorn then stops reading the socket, and the client has to wait.
 
+It also drops headers that are not ASCII: Serve reads some of them as UTF-8, and an `x-request-id` that is
+none would end in a bare 500 before the application.
+
 `serve_config.yaml` installs it, through Serve's RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
 """
 
@@ -37,6 +40,7 @@ class GateMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            scope["headers"] = [pair for pair in scope["headers"] if pair[1].isascii()]
             scope[_KEY] = gate = _Gate(receive)
             receive = gate.receive
         await self._app(scope, receive, send)

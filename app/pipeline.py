@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -127,6 +127,24 @@ class _Budget:
             )
 
 
+class _Room:
+    """Tokens that the items of one request take of the context; many items need not all be seen to know."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken: dict[str, int] = {}  # by item, which may be processed twice
+
+    def take(self, num_tokens: int, param: str) -> None:
+        self._taken[param] = num_tokens
+        total = sum(self._taken.values())
+        if total >= self._limit:
+            raise PromptTooLong(
+                f"{len(self._taken)} of the items alone have {total} tokens; the model's context holds"
+                f" {self._limit}. Send fewer or smaller ones.",
+                "messages",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Terms:
     """What holds for all items of a request."""
@@ -135,6 +153,7 @@ class _Terms:
     settings: ProcessorSettings
     deadline: Deadline
     budget: _Budget
+    room: _Room
     salt: str
     at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ITEMS_AT_ONCE))
 
@@ -162,7 +181,9 @@ class Pipeline:
             budget.spend(item.num_bytes, item.param)
         # What was processed before need not be decoded again.
         options = replace(options, decode_again=not self._stages.inputs.caches)
-        terms = _Terms(options, parsed.settings, deadline, budget, parsed.salt)
+        terms = _Terms(
+            options, parsed.settings, deadline, budget, _Room(self.limits.max_model_len), parsed.salt
+        )
         groups = _groups(parsed.items, self._stages.inputs.together)
         pending = (self._prepare_group(group, terms) for group in groups)
         results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
@@ -247,6 +268,8 @@ class Pipeline:
             terms = replace(terms, options=replace(terms.options, decode_again=True))
             loaded = await self._load_all(items, sources, terms)
             batch, processing = await self._process([media for media, _ in loaded], terms)
+        for item, features in zip(items, batch, strict=True):
+            terms.room.take(features.length, item.param)
         return [
             PreparedItem(
                 item,
@@ -290,7 +313,7 @@ class Pipeline:
         item = replace(item, tensors={})  # it lives as long as the answer
         load = self._stages.embeddings.load
         features, timing = await once_more(
-            lambda: call(load, source, deadline.left_s(), stage="EmbeddingLoader", deadline=deadline),
+            partial(_call_in_time, load, source, stage="EmbeddingLoader", deadline=deadline),
             on=ReplicaDied,
         )
         return PreparedItem(item, features, {"load": timing}, num_bytes)
@@ -299,9 +322,7 @@ class Pipeline:
         load = self._stages.media.options(session_id=_place(source.url or _sample(source))).load
         try:
             return await once_more(
-                lambda: call(
-                    load, source, options, deadline.left_s(), stage="MediaLoader", deadline=deadline
-                ),
+                partial(_call_in_time, load, source, options, stage="MediaLoader", deadline=deadline),
                 on=ReplicaDied,
             )
         except ReplicaDied:  # twice: a file that crashes its decoder
@@ -312,10 +333,9 @@ class Pipeline:
         stage = self._stages.preprocessor.options(session_id=_place(first.name or first.digest))
         method, media = (stage.process_together, items) if others else (stage.process, first)
 
-        def attempt() -> Awaitable[Any]:
-            left_s, settings = terms.deadline.left_s(), terms.settings
-            return call(method, media, left_s, settings, stage="MMPreprocessor", deadline=terms.deadline)
-
+        attempt = partial(
+            _call_in_time, method, media, terms.settings, stage="MMPreprocessor", deadline=terms.deadline
+        )
         record, timing = await once_more(attempt, on=ReplicaDied)
         return record.features if others else [record], timing
 
@@ -377,6 +397,14 @@ class Pipeline:
                 " for an answer. Send less.",
                 "messages",
             )
+
+
+async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline) -> Any:
+    """With what is left of the time in seconds as the last argument.
+
+    Not a closure: those keep what they captured as long as the traceback of an error lives.
+    """
+    return await call(method, *args, deadline.left_s(), stage=stage, deadline=deadline)
 
 
 def _place(key: Name | str) -> str:

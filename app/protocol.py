@@ -243,17 +243,18 @@ class ImageIO(_MediaIO):
     )
 
 
+def _not_zero(value: float) -> float:
+    if value == 0 or -1 < value < 0:
+        raise ValueError("must be greater than 0, or -1")
+    return value
+
+
 class VideoIO(_MediaIO):
     num_frames: int | None = Field(default=None, ge=-1)  # -1: all
     fps: float | None = Field(default=None, ge=-1, le=1000)  # -1: not by rate
     max_duration: float | None = Field(default=None, gt=0)  # seconds
 
-    @field_validator("num_frames", "fps")
-    @classmethod
-    def _not_zero(cls, value: float) -> float:
-        if value == 0 or -1 < value < 0:
-            raise ValueError("must be greater than 0, or -1")
-        return value
+    _not_zero = field_validator("num_frames", "fps")(_not_zero)
 
 
 class AudioIO(_MediaIO):
@@ -282,8 +283,10 @@ class ProcessorKwargs(_Wire):
     crop_to_patches: bool | None = None
     do_image_splitting: bool | None = None
     do_pan_and_scan: bool | None = None
-    fps: float | None = Field(default=None, gt=0, le=1000)
-    num_frames: int | None = Field(default=None, ge=1)
+    fps: float | None = Field(default=None, ge=-1, le=1000)  # -1: not by rate
+    num_frames: int | None = Field(default=None, ge=-1)  # -1: all
+
+    _not_zero = field_validator("num_frames", "fps")(_not_zero)
 
     @model_validator(mode="before")
     @classmethod

@@ -103,6 +103,9 @@ class FetchFailed(ServingError):
 class NotDecoded(ServingError):
     """Between stages only: the arrays of an item are wanted after all."""
 
+    status = 409
+    code = "not_decoded"
+
 
 class Overloaded(ServingError):
     status = 503

@@ -1,4 +1,4 @@
-"""What a client did wrong is news for the client; in the log it is one line, not a traceback."""
+"""What a client or a media host did wrong is news for the client; in the log it is one line, no traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def log_refusals_in_one_line() -> None:
 class _Refusals(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, ServingError) and error.status < 500:
+        if isinstance(error, ServingError) and error.status != ServingError.status:
             record.msg, record.args = "refused with %d: %s", (error.status, error.message)
             record.exc_info = None
             record.levelno, record.levelname = logging.INFO, "INFO"

@@ -61,18 +61,16 @@ class MMPreprocessor:
         for _ in range(config.threads - 1):
             self._idle.put(copy.deepcopy(first))
 
-    async def process(
-        self, media: Media, timeout_s: float, settings: ProcessorSettings | None = None
-    ) -> MMFeatures:
+    async def process(self, media: Media, settings: ProcessorSettings | None, timeout_s: float) -> MMFeatures:
         """`settings`: of the request, see `deployments.multimodal.settings`.
 
         Raises UnsupportedMedia, InvalidMedia, MediaTooLarge, StageTimeout, or RayError for lost arrays.
         """
-        (features,) = (await self.process_together([media], timeout_s, settings)).features
+        (features,) = (await self.process_together([media], settings, timeout_s)).features
         return features
 
     async def process_together(
-        self, items: list[Media], timeout_s: float, settings: ProcessorSettings | None = None
+        self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
         modality = items[0].modality

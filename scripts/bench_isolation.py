@@ -264,7 +264,7 @@ async def photo(width: int, height: int) -> Media:
 
 
 async def preprocess(preprocessor: Any, item: Media) -> object:
-    return await preprocessor.process.remote(new(item), TIMEOUT_S)
+    return await preprocessor.process.remote(new(item), None, TIMEOUT_S)
 
 
 _numbers = itertools.count()

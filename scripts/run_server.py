@@ -42,7 +42,7 @@ RAY_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
 }
-RELEASE_S = 40.0
+RELEASE_S = 65.0
 LOGS = Path(tempfile.gettempdir(), "ray/session_latest/logs/serve")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,7 +57,7 @@ def main() -> int:
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     http = {"host": "127.0.0.1", "port": 8000} | config.get("http_options", {})
-    if problem := busy_port(http["host"], http["port"], serve_ports(config)) or wrong_settings(config):
+    if problem := wrong_settings(config) or busy_port(http["host"], http["port"], serve_ports(config)):
         print(f"Headrace cannot start: {problem}", file=sys.stderr)
         return 1
     url = f"http://{http['host']}:{http['port']}"
@@ -97,7 +97,7 @@ def busy_port(host: str, port: int, serve: dict[str, int]) -> str | None:
     """One line that says what is in the way."""
     if not bindable(host, port):
         return f"port {port} is taken. Is it running already? Stop it, or change http_options.port."
-    # A server that was just stopped may take half a minute to let go of the last of its ports.
+    # For a minute after a server stopped, connections that ended (TIME_WAIT) hold the last of its ports.
     patience = time.monotonic() + RELEASE_S
     for name, number in serve.items():
         if not bindable("0.0.0.0", number) and RELEASE_S:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -486,3 +487,23 @@ async def test_what_can_not_be_tokenized_is_named(
 async def test_the_page_can_be_switched_off(graph: LocalGraph, page: bool, status: int) -> None:
     async with await graph.client(dataclasses.replace(graph.settings, page=page)) as client:
         assert (await client.get("/")).status_code == status
+
+
+async def test_a_web_page_cannot_post_without_being_asked_for(api: httpx.AsyncClient) -> None:
+    """A browser sends text/plain to any server; JSON it sends only where CORS lets it."""
+    body = json.dumps(chat("hi", max_tokens=1))
+    for headers, status in (
+        ({"Origin": "http://evil.example", "Content-Type": "text/plain"}, 400),
+        ({"Origin": "http://evil.example", "Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 200),  # what curl sends
+    ):
+        assert (await api.post(COMPLETIONS, content=body, headers=headers)).status_code == status
+
+
+async def test_many_items_are_refused_before_all_were_seen(api: httpx.AsyncClient) -> None:
+    images = [png((i % 256, i // 256, 7), (280, 280)) for i in range(300)]
+    response = await api.post(f"{COMPLETIONS}/render", json=chat(*images))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert re.match(r"\d+ of the items alone have \d+ tokens", error["message"])
+    assert int(error["message"].split()[0]) < 100

@@ -37,13 +37,13 @@ def left_out(media: Media) -> Media:
 async def test_what_was_processed_before_needs_no_arrays(stage: MMPreprocessor) -> None:
     media, _ = image(1)
     with pytest.raises(NotDecoded):
-        await stage.process(left_out(media), 30)
-    first = await stage.process(media, 30)
-    again = await stage.process(left_out(media), 30)
+        await stage.process(left_out(media), None, 30)
+    first = await stage.process(media, None, 30)
+    again = await stage.process(left_out(media), None, 30)
     assert (first.cached, again.cached) == (False, True)
     assert replace(again, cached=False, service_ms=first.service_ms) == first
     with pytest.raises(NotDecoded):
-        await stage.process(left_out(media), 30, {"max_pixels": 1024})
+        await stage.process(left_out(media), {"max_pixels": 1024}, 30)
 
 
 async def test_equal_items_at_once_are_processed_once(
@@ -59,7 +59,7 @@ async def test_equal_items_at_once_are_processed_once(
 
     monkeypatch.setattr(stage, "_process", counting)
     media, _ = image(2)
-    features = await asyncio.gather(*(stage.process(media, 30) for _ in range(32)))
+    features = await asyncio.gather(*(stage.process(media, None, 30) for _ in range(32)))
     assert processed == 1
     assert len({each.digest for each in features}) == 1
 
@@ -68,7 +68,7 @@ async def test_a_name_means_what_was_sent_with_it_last(stage: MMPreprocessor) ->
     with pytest.raises(UnknownName, match="No image is known by the uuid 'cat'"):
         await stage.recall(CAT)
     for seed in (3, 4):
-        features = await stage.process(replace(image(seed)[0], name=CAT), 30)
+        features = await stage.process(replace(image(seed)[0], name=CAT), None, 30)
     recalled = await stage.recall(CAT)
     assert recalled.features.digest == features.digest
     assert recalled.media.payload.is_left_out
@@ -85,8 +85,8 @@ async def test_a_stage_may_keep_nothing() -> None:
     stage = MMPreprocessor(PreprocessConfig(model=qwen_vl(), cache_bytes=0))
     media, _ = image(1)
     assert not (await stage.describe()).caches
-    assert not (await stage.process(media, 30)).cached
-    again = await stage.process(media, 30)
+    assert not (await stage.process(media, None, 30)).cached
+    again = await stage.process(media, None, 30)
     assert not again.cached
     assert (await unpack(again.payload)).keys() == again.shapes.keys()
 

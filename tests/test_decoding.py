@@ -19,7 +19,7 @@ HEIC = b"\x00\x00\x00\x18ftypheic"
         (WAV, Modality.VIDEO, "is a WAV sound, which is not taken as video"),
         (HEIC, Modality.VIDEO, "is a HEIC image, which is not taken as video"),
         (b"<html><body>403", Modality.IMAGE, "It is an HTML page"),
-        (b"hello", Modality.IMAGE, "is not image in a format taken here"),
+        (b"hello", Modality.IMAGE, "is no image in a format taken here"),
     ],
 )
 def test_another_kind_of_data_is_called_by_its_name(data: bytes, modality: Modality, words: str) -> None:

@@ -48,7 +48,7 @@ async def never(_: object) -> None:
 
 async def test_no_more_is_received_than_the_application_takes() -> None:
     body, serve = Body(), Serve()
-    task = asyncio.create_task(GateMiddleware(serve)({"type": "http"}, body.receive, never))
+    task = asyncio.create_task(GateMiddleware(serve)({"type": "http", "headers": []}, body.receive, never))
     await settled()
     assert AHEAD_BYTES < body.num_bytes <= AHEAD_BYTES + len(CHUNK)
     before = body.num_bytes
@@ -61,7 +61,9 @@ async def test_no_more_is_received_than_the_application_takes() -> None:
 async def test_requests_do_not_share_a_gate() -> None:
     bodies = [Body(), Body()]
     middleware = GateMiddleware(Serve())
-    tasks = [asyncio.create_task(middleware({"type": "http"}, b.receive, never)) for b in bodies]
+    tasks = [
+        asyncio.create_task(middleware({"type": "http", "headers": []}, b.receive, never)) for b in bodies
+    ]
     await settled()
     assert {body.num_bytes for body in bodies} == {AHEAD_BYTES + len(CHUNK)}
     for task in tasks:
@@ -80,3 +82,14 @@ async def test_other_connections_pass() -> None:
 
 def test_without_the_middleware_nothing_is_counted() -> None:
     gate.taken({"type": "http"}, 5)
+
+
+async def test_headers_that_serve_cannot_read_are_dropped() -> None:
+    seen: list[tuple[bytes, bytes]] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+
+    headers = [(b"x-request-id", b"\xff\xfea"), (b"accept", b"*/*")]
+    await GateMiddleware(application)({"type": "http", "headers": headers}, never, never)
+    assert seen == [(b"accept", b"*/*")]

@@ -23,7 +23,7 @@ def model() -> Model:
 async def prepared() -> tuple[Prompt, list[MMFeatures]]:
     preprocessor = MMPreprocessor(PreprocessConfig())
     media = [image(1)[0], audio(2)[0], video(3)[0]]
-    features = await asyncio.gather(*(preprocessor.process(item, timeout_s=30) for item in media))
+    features = await asyncio.gather(*(preprocessor.process(item, None, timeout_s=30) for item in media))
     return tokenizer(OMNI).encode(chat("What is this?", *media)), list(features)
 
 

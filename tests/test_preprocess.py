@@ -44,7 +44,7 @@ def vl_stage() -> MMPreprocessor:
 
 async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor) -> None:
     media, _ = image(1, 64, 64)
-    features = await stage.process(media, timeout_s=30)
+    features = await stage.process(media, None, timeout_s=30)
     image_token = processor(OMNI).image_token_id
     assert (features.modality, features.edges) == (Modality.IMAGE, ("", ""))
     assert features.replacement == [(image_token, features.num_tokens)]
@@ -57,7 +57,7 @@ async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor)
 
 async def test_many_items_at_once_do_not_mix(stage: MMPreprocessor) -> None:
     items = [image(seed, 20 + seed, 60 - seed) for seed in range(12)]
-    results = await asyncio.gather(*(stage.process(media, timeout_s=30) for media, _ in items))
+    results = await asyncio.gather(*(stage.process(media, None, timeout_s=30) for media, _ in items))
     for (media, arrays), features in zip(items, results, strict=True):
         alone = item_processor(OMNI).process([(media, arrays)])[0].features
         np.testing.assert_array_equal((await unpack(features.payload))["pixel_values"], alone["pixel_values"])
@@ -79,14 +79,14 @@ def test_inputs_are_never_written_to(model: str, item: tuple[Media, Arrays]) -> 
 
 async def test_a_modality_that_the_model_lacks(vl_stage: MMPreprocessor) -> None:
     with pytest.raises(UnsupportedMedia, match="does not take audio"):
-        await vl_stage.process(audio(1)[0], timeout_s=30)
+        await vl_stage.process(audio(1)[0], None, timeout_s=30)
 
 
 async def test_what_the_processor_complains_of_reaches_the_client(stage: MMPreprocessor) -> None:
     with pytest.raises(
         InvalidMedia, match="refuses this image: absolute aspect ratio must be smaller than 200"
     ):
-        await stage.process(image(1, height=1, width=300)[0], timeout_s=30)
+        await stage.process(image(1, height=1, width=300)[0], None, timeout_s=30)
 
 
 def test_complaints_carry_no_paths_and_no_reprs() -> None:
@@ -103,7 +103,7 @@ def test_complaints_carry_no_paths_and_no_reprs() -> None:
 
 async def test_a_short_sound_is_padded_with_silence(stage: MMPreprocessor) -> None:
     media, arrays = audio(1, seconds=0.01)
-    features = await stage.process(media, timeout_s=30)
+    features = await stage.process(media, None, timeout_s=30)
     padded = {"samples": np.pad(arrays["samples"], (0, 4800 - 160))}
     expected = joint_call(OMNI, chat(media), [(media, padded)])
     assert features.num_tokens == (expected["input_ids"] == processor(OMNI).audio_token_id).sum() > 0
@@ -112,9 +112,9 @@ async def test_a_short_sound_is_padded_with_silence(stage: MMPreprocessor) -> No
 
 
 async def test_a_sound_that_would_be_cut_is_refused(stage: MMPreprocessor) -> None:
-    await stage.process(audio(1, seconds=30)[0], timeout_s=30)
+    await stage.process(audio(1, seconds=30)[0], None, timeout_s=30)
     with pytest.raises(MediaTooLarge, match=r"30\.1 s long; the model takes at most 30 s"):
-        await stage.process(audio(1, seconds=30.1)[0], timeout_s=30)
+        await stage.process(audio(1, seconds=30.1)[0], None, timeout_s=30)
 
 
 @pytest.mark.parametrize(("every", "seconds"), [(5, 0.5), (2, 0.2)])
@@ -127,7 +127,7 @@ async def test_each_video_keeps_its_own_rate(stage: MMPreprocessor, every: int, 
         "frames_indices": [every * i for i in range(8)],
     }
     features = await stage.process(
-        replace(media, digest=f"every {every}", video_metadata=metadata), timeout_s=30
+        replace(media, digest=f"every {every}", video_metadata=metadata), None, timeout_s=30
     )
     arrays = await unpack(features.payload)
     patch = processor(OMNI).video_processor.temporal_patch_size
@@ -150,7 +150,7 @@ def rebuilt(cls: Any) -> Any:
 
 async def test_no_time_left(stage: MMPreprocessor) -> None:
     with pytest.raises(StageTimeout, match="no time left"):
-        await stage.process(image(1)[0], timeout_s=0)
+        await stage.process(image(1)[0], None, timeout_s=0)
 
 
 def test_plain_text_at_the_edge_of_a_replacement_is_told_apart() -> None:
@@ -187,10 +187,10 @@ async def test_the_digest_knows_all_that_shaped_the_features(vl_stage: MMPreproc
         {"max_pixels": 2048},
         {"min_pixels": 1024},
     ]
-    names = [(await vl_stage.process(media, 30, each)).digest for each in settings]
-    names.append((await vl_stage.process(other, 30)).digest)
+    names = [(await vl_stage.process(media, each, 30)).digest for each in settings]
+    names.append((await vl_stage.process(other, None, 30)).digest)
     assert len(set(names)) == len(names)
-    assert (await vl_stage.process(media, 30, {"do_pan_and_scan": True})).digest == names[0]
+    assert (await vl_stage.process(media, {"do_pan_and_scan": True}, 30)).digest == names[0]
 
 
 async def test_description(stage: MMPreprocessor, vl_stage: MMPreprocessor) -> None:

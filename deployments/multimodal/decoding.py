@@ -116,7 +116,7 @@ def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
             raise InvalidMedia(f"The {modality} is damaged or cut short: it does not open. Send {formats}.")
     found = next((name for magic, name in _NOT_MEDIA if head.startswith(magic)), None)
     instead = f" It is {found}." if found else ""
-    raise UnsupportedMedia(f"This is not {modality} in a format taken here.{instead} Send {formats}.")
+    raise UnsupportedMedia(f"This is no {modality} in a format taken here.{instead} Send {formats}.")
 
 
 @contextmanager

@@ -151,7 +151,8 @@ def _contiguous(data: mmap.mmap, declared: _Declared, dtype: np.dtype[Any]) -> n
             "The embedding's strides are not those of a contiguous tensor: save .contiguous()."
         )
     size = math.prod(shape)
-    missing = declared.start + size * dtype.itemsize - min(declared.end, len(data))
+    end = declared.start + size * dtype.itemsize
+    missing = max(end - declared.end, declared.end - len(data))
     if missing > 0:
         raise InvalidMedia(
             f"The embedding is truncated: {missing} bytes are missing for its shape {_text(shape)}."
