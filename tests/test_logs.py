@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from deployments.errors import FetchFailed, InvalidMedia
+from deployments.errors import FetchFailed, InvalidMedia, ServingError
 from deployments.logs import log_refusals_in_one_line
 
 
@@ -32,7 +32,13 @@ def test_a_clients_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert record.exc_info is None
 
 
-@pytest.mark.parametrize("error", [FetchFailed("unreachable"), KeyError("a bug")])
+def test_a_media_hosts_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    record = logged(FetchFailed("The media host answered 500."), caplog)
+    assert record.getMessage() == "refused with 502: The media host answered 500."
+    assert record.exc_info is None
+
+
+@pytest.mark.parametrize("error", [ServingError("The model failed."), KeyError("a bug")])
 def test_what_is_not_the_clients_keeps_its_traceback(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

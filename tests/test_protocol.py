@@ -249,7 +249,7 @@ def test_the_number_of_parts_is_bounded() -> None:
         ({"do_pan_and_scan": 1}, "mm_processor_kwargs.do_pan_and_scan"),
         ({"fps": 0}, "mm_processor_kwargs.fps"),
         ({"fps": 1e9}, "mm_processor_kwargs.fps"),
-        ({"num_frames": -1}, "mm_processor_kwargs.num_frames"),
+        ({"num_frames": 0}, "mm_processor_kwargs.num_frames"),
         ([], "mm_processor_kwargs"),
     ],
 )
