@@ -14,6 +14,7 @@ Of equal keys in one object the last one counts, as in Python's `json`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
 import re
 import secrets
@@ -171,10 +172,18 @@ class InFlight:
             yield hold
         finally:
             self.num_bytes -= held
+            if held >= SEGMENT_BYTES and self.num_bytes == 0:
+                asyncio.get_running_loop().run_in_executor(None, _give_back)
 
     def check(self, more: int) -> None:
         if self.num_bytes + more > self._max_bytes:
             raise Overloaded("The bodies of other requests take all the memory for them. Try again later.")
+
+
+def _give_back() -> None:
+    """What the allocator keeps of large bodies goes back to the system; it takes some ms, not the GIL."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 async def read_body(

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
+from deployments.pool import lower_priority
 from deployments.types import Arrays, Payload
 
 # In the message up to here. Milliseconds from replica to replica, in the message and by reference (see
@@ -21,12 +23,17 @@ from deployments.types import Arrays, Payload
 INLINE_BYTES = 256 * 1024
 
 
+# Copies step back, as other heavy work does: at normal priority they took the core from event loops.
+_COPYING = ThreadPoolExecutor(2, thread_name_prefix="copy", initializer=lower_priority, initargs=(19,))
+
+
 async def pack(arrays: Arrays) -> Payload:
     """Large arrays are copied once into the object store, in a thread: the copy must not stop the loop."""
     nbytes = sum(array.nbytes for array in arrays.values())
     if nbytes <= INLINE_BYTES or not ray.is_initialized():
         return Payload(nbytes, inline=pickle.dumps(arrays, protocol=5))
-    return Payload(nbytes, ref=await asyncio.to_thread(ray.put, arrays))
+    loop = asyncio.get_running_loop()
+    return Payload(nbytes, ref=await loop.run_in_executor(_COPYING, ray.put, arrays))
 
 
 async def unpack(payload: Payload) -> Arrays:

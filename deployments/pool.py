@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _lower_priority(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
@@ -42,7 +42,7 @@ class WorkPool:
     def __init__(self, threads: int, niceness: int = 19) -> None:
         self._waiting = _Turns()
         self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix="work", initializer=_lower_priority, initargs=(niceness,)
+            threads, thread_name_prefix="work", initializer=lower_priority, initargs=(niceness,)
         )
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:

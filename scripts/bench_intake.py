@@ -463,7 +463,9 @@ def quantile(values: list[float], q: float) -> float:
 def print_wall(server: Server, file: bytes, body: bytes) -> None:
     """Without other requests."""
     steps = floors(server, file, body)
+    before = busy_s()
     one = [server.send(COMPLETIONS, body) for _ in range(5)]
+    busy = (busy_s() - before) / len(one)
     sent, wall = (statistics.median(getattr(s, f"{name}_ms") for s in one) for name in ("sent", "wall"))
     four = statistics.median(max(s.wall_ms for s in at_once(server, body, AT_ONCE)) for _ in range(3))
     must = sum(steps.values())
@@ -471,6 +473,15 @@ def print_wall(server: Server, file: bytes, body: bytes) -> None:
     print(f"one of 128 MiB alone: {wall:.0f} ms, of which {sent:.0f} until it was sent")
     print(f"its steps, each alone: {must:.0f} ms ({each}); it takes {wall / must:.2f} of their sum")
     print(f"{AT_ONCE} at once: {four:.0f} ms, {four / wall:.2f} of one")
+    cores = os.cpu_count() or 1
+    least_ms = AT_ONCE * busy * 1000 / cores
+    print(f"one takes {busy:.2f} s of CPU, client and HAProxy included; {AT_ONCE} at least {least_ms:.0f} ms")
+
+
+def busy_s() -> float:
+    """CPU seconds of the whole machine."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
