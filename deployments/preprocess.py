@@ -109,7 +109,7 @@ class MMPreprocessor:
         self, digests: list[str], items: list[Media], timeout_s: float, settings: ProcessorSettings | None
     ) -> MMBatch:
         """One piece of work for all who want the same at once."""
-        if any(media.payload.is_left_out for media in items):
+        if tuple(digests) not in self._flights and any(media.payload.is_left_out for media in items):
             raise NotDecoded("An item was decoded before, but is not kept in this replica.")
         try:
             async with asyncio.timeout(timeout_s):

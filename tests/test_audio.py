@@ -263,7 +263,7 @@ def test_a_video_without_sound_has_no_sound_track() -> None:
 
 
 def test_scientific_formats_of_libsndfile_are_not_taken() -> None:
-    with pytest.raises(UnsupportedMedia, match="not audio in a format taken here"):
+    with pytest.raises(UnsupportedMedia, match="no audio in a format taken here"):
         decode(encode(tone(0.1, 8000), 8000, "MAT5", "FLOAT"), 8000, LIMITS)
 
 

@@ -147,3 +147,11 @@ async def test_an_item_by_its_uuid_alone(api: httpx.AsyncClient) -> None:
         assert refused.status_code == 422
         assert refused.json()["error"]["code"] == "unknown_uuid"
         assert refused.json()["error"]["param"] == "messages[0].content[0]"
+
+
+async def test_what_is_being_processed_needs_no_arrays(stage: MMPreprocessor) -> None:
+    media, _ = image(5)
+    first, joined = await asyncio.gather(
+        stage.process(media, None, 30), stage.process(left_out(media), None, 30)
+    )
+    assert joined == first

@@ -354,7 +354,7 @@ def test_a_clip_cut_short_gives_what_is_there() -> None:
     [
         (b"", InvalidMedia, "The video is empty"),
         (b"<html></html>", UnsupportedMedia, "an HTML page"),
-        (b"no video at all, but text", UnsupportedMedia, "not video in a format taken here"),
+        (b"no video at all, but text", UnsupportedMedia, "no video in a format taken here"),
         (CLIP[: len(CLIP) // 4], InvalidMedia, "damaged or cut short"),
         (b"\x89PNG\r\n\x1a\n", InvalidMedia, "damaged or cut short"),
         (b"GIF89a\x01\x00", InvalidMedia, "damaged"),

@@ -24,6 +24,10 @@ class SingleFlight(Generic[T]):
         self._flights: dict[Hashable, _Flight[T]] = {}
         self.joins = 0  # calls that found the work under way
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether somebody works on it."""
+        return key in self._flights
+
     async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `work()`, shared by all who call with an equal key meanwhile.
 
