@@ -221,27 +221,6 @@ def test_many_small_items_together_are_no_small_message(server: Server) -> None:
     assert answer.status == 200, answer.body
 
 
-def test_a_single_image_does_not_wait_behind_twenty(server: Server) -> None:
-    many = [media("image", data_uri("image/jpeg", encoded(photo(i), "jpeg"))) for i in range(20)]
-    single = media("image", data_uri("image/jpeg", encoded(photo(20), "jpeg")))
-    request_id = f"many-{time.time_ns()}"
-    answers = []
-    thread = threading.Thread(
-        target=lambda: answers.append(server.post(RENDER, chat(*many), {"x-request-id": request_id}))
-    )
-    thread.start()
-    wait_until(lambda: server.log_lines("MMPreprocessor", request_id), why=lambda: "nothing was preprocessed")
-    server.render(single)
-    assert len(server.log_lines("MMPreprocessor", request_id)) < 20
-    thread.join()
-    assert [answer.status for answer in answers] == [200]
-
-
-def photo(shade: int) -> Image.Image:
-    """Takes a while to decode."""
-    return Image.effect_noise((400, 300), 20 + shade).resize((4000, 3000)).convert("RGB")
-
-
 def test_a_text_beyond_a_grpc_message_has_a_clear_error(server: Server) -> None:
     start = time.monotonic()
     answer = server.post(COMPLETIONS, chat("a" * 4_300_000))
