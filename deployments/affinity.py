@@ -14,7 +14,7 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 # So many calls more than the least busy replica has may wait at the one that content belongs to.
-MAX_IMBALANCE = 4
+MAX_IMBALANCE = 32
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """What caches, names and affinity are worth. Starts servers of its own, two replicas of each media stage.
 
-    .venv/bin/python -m scripts.bench_cache
+    .venv/bin/python scripts/bench_cache.py
 
 One run prints: how often a URL that many ask for at once is fetched and processed; the time of a request that
 comes again, and of one that names its image; the hit rate with two replicas, by affinity and without.
@@ -53,6 +53,7 @@ def running(affinity: bool = True) -> Iterator[Server]:
         for deployment in config["applications"][0]["deployments"]:
             if deployment["name"] in ("MediaLoader", "MMPreprocessor"):
                 deployment["num_replicas"] = 2
+                deployment["ray_actor_options"] = {"num_cpus": 0.2}  # so that all fit on two cores
                 if not affinity:
                     deployment["request_router_config"] = {
                         "request_router_class": "ray.serve._private.request_router:"
