@@ -185,7 +185,7 @@ def _give_back() -> None:
     """What cycles hold of large bodies is freed now, and what the allocator keeps goes back to the system.
 
     Serve keeps errors in cycles, and an idle process collects none. What was there at the start is frozen
-    (app/ingress.py): a full collection takes some milliseconds.
+    (app/ingress.py), so that a collection has little to walk.
     """
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's

@@ -109,17 +109,33 @@ class Prepared:
         return counts
 
 
+class _Sum:
+    """Over the items of one request; an item that is worked on twice counts once."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def count(self, amount: int, param: str) -> int:
+        """The new total; not added up anew for each of maybe thousands of items, on the event loop."""
+        self.total += amount - self._of.get(param, 0)
+        self._of[param] = amount
+        return self.total
+
+
 class _Budget:
     """Bytes that the media of one request may have together, as sent or fetched."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._spent: dict[str, int] = {}  # by item, which may be loaded twice
+        self._spent = _Sum()
 
     def spend(self, num_bytes: int, param: str) -> None:
         """Raises MediaTooLarge that names the item which is too much."""
-        self._spent[param] = num_bytes
-        if sum(self._spent.values()) > self._max_bytes:
+        if self._spent.count(num_bytes, param) > self._max_bytes:
             raise MediaTooLarge(
                 f"The media of this request have more than {self._max_bytes} bytes together. Send fewer or"
                 " smaller ones.",
@@ -132,11 +148,10 @@ class _Room:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken: dict[str, int] = {}  # by item, which may be processed twice
+        self._taken = _Sum()
 
     def take(self, num_tokens: int, param: str) -> None:
-        self._taken[param] = num_tokens
-        total = sum(self._taken.values())
+        total = self._taken.count(num_tokens, param)
         if total >= self._limit:
             raise PromptTooLong(
                 f"{len(self._taken)} of the items alone have {total} tokens; the model's context holds"
@@ -247,9 +262,9 @@ class Pipeline:
         try:
             async with terms.at_once:
                 if items[0].kind == "embeds":
-                    return [await self._load_embeddings(item, terms.deadline) for item in items]
+                    return [await self._load_embeddings(items[0], terms.deadline)]
                 if items[0].kind == "name":
-                    return [await self._recall(item, terms) for item in items]
+                    return [await self._recall(items[0], terms)]
                 sources = [await _source(item) for item in items]
                 items = [replace(item, data=b"") for item in items]  # they live as long as the answer
                 attempt = partial(self._load_and_process, items, sources, terms)

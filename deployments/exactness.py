@@ -16,9 +16,8 @@ import numpy as np
 from deployments.checkpoint import prompting_of
 from deployments.item_processor import ItemProcessor, Processed
 from deployments.multimodal.joining import join
-from deployments.multimodal.placeholders import run_lengths
 from deployments.tokenizer import ChatEncoder
-from deployments.types import Arrays, Chat, Media, MMFeatures, Modality, Payload
+from deployments.types import Arrays, Chat, Media, Modality, Payload
 
 logger = logging.getLogger("ray.serve")
 
@@ -101,7 +100,7 @@ class _Trial:
         all_done = [each for each in done if each]
         chat = Chat(_conversation([{"type": str(modality)} for modality in modalities]))
         prompt = self._encoder.encode(chat, [each.edges for each in all_done])
-        return join(prompt, [(_as_features(each), each.features) for each in all_done])
+        return join(prompt, [(each.record(Payload(0)), each.features) for each in all_done])
 
     def _jointly(self, samples: Sequence[Item]) -> Arrays:
         """With media as users of the processor pass them."""
@@ -138,19 +137,6 @@ def _as_part(media: Media, arrays: Arrays) -> dict[str, Any]:
     (array,) = arrays.values()
     content = Image.fromarray(array) if media.modality == Modality.IMAGE else array
     return {"type": str(media.modality), str(media.modality): content}
-
-
-def _as_features(done: Processed) -> MMFeatures:
-    return MMFeatures(
-        done.modality,
-        done.digest,
-        done.num_tokens,
-        run_lengths(done.token_ids),
-        Payload(0),
-        {},
-        edges=done.edges,
-        family=done.family,
-    )
 
 
 _IMAGE_SIZES = ((96, 128), (208, 80), (128, 96))  # height, width

@@ -17,9 +17,9 @@ from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.joining import join_rule, part
 from deployments.multimodal.pixel_layout import channels_first, without_relayout
-from deployments.multimodal.placeholders import PER_TOKEN
+from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.multimodal.settings import ProcessorSettings, as_kwargs, settings_of
-from deployments.types import Arrays, Edges, InputSpec, Media, MediaOptions, Modality
+from deployments.types import Arrays, Edges, InputSpec, Media, MediaOptions, MMFeatures, Modality, Payload
 
 MIN_AUDIO_S = 0.3  # shorter clips are padded with silence: the encoders make no token of them
 DEFAULT_FPS = 2.0  # frames a second of video, where the checkpoint says neither that nor a number of frames
@@ -37,6 +37,20 @@ class Processed:
     edges: Edges
     digest: str  # of all that shaped this
     family: str  # class of the processor
+
+    def record(self, payload: Payload, service_ms: float = 0.0) -> MMFeatures:
+        """What other stages get, with `features` in the payload."""
+        return MMFeatures(
+            modality=self.modality,
+            digest=self.digest,
+            num_tokens=self.num_tokens,
+            replacement=run_lengths(self.token_ids),
+            payload=payload,
+            shapes={name: (array.shape, array.dtype.name) for name, array in self.features.items()},
+            service_ms=service_ms,
+            edges=self.edges,
+            family=self.family,
+        )
 
 
 class ItemProcessor:

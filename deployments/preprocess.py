@@ -18,7 +18,6 @@ from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor, Processed
 from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal.feature_cache import FeatureCache, Kept
-from deployments.multimodal.placeholders import run_lengths
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.payload import pack, unpack
@@ -127,20 +126,7 @@ class MMPreprocessor:
         payloads = await asyncio.gather(*(pack(each.features) for each in processed))
         for each in processed:
             logger.info("preprocessed %s: %d tokens in %.1f ms", modality, each.num_tokens, ms)
-        features = [
-            MMFeatures(
-                modality=modality,
-                digest=each.digest,
-                num_tokens=each.num_tokens,
-                replacement=run_lengths(each.token_ids),
-                payload=payload,
-                shapes={name: (array.shape, array.dtype.name) for name, array in each.features.items()},
-                service_ms=ms,
-                edges=each.edges,
-                family=each.family,
-            )
-            for each, payload in zip(processed, payloads, strict=True)
-        ]
+        features = [each.record(payload, ms) for each, payload in zip(processed, payloads, strict=True)]
         for media, each_features in zip(items, features, strict=True):
             self._cache.store(Kept(_bare(media), each_features))
         return MMBatch(features, ms)

@@ -24,11 +24,10 @@ from deployments.engine.base import EngineItem
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
 from deployments.multimodal.hashing import digest
-from deployments.multimodal.placeholders import run_lengths
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.payload import pack_pieces
 from deployments.tokenizer import ChatEncoder
-from deployments.types import Arrays, Chat, Media, MMFeatures, Modality, Payload
+from deployments.types import Arrays, Chat, Media, Modality, Payload
 
 OMNI = "tiny-omni"
 
@@ -249,19 +248,7 @@ def engine_items(
 ) -> list[EngineItem]:
     """Of one call of the processor."""
     return [
-        EngineItem(
-            MMFeatures(
-                done.modality,
-                done.digest,
-                done.num_tokens,
-                run_lengths(done.token_ids),
-                Payload(0),
-                {},
-                edges=done.edges,
-                family=done.family,
-            ),
-            done.features,
-        )
+        EngineItem(done.record(Payload(0)), done.features)
         for done in item_processor(model).process(items, settings)
     ]
 
