@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
-from run_server import RAY_SETTINGS, SERVE_PORTS
+from run_server import RAY_SETTINGS, SERVE_PORTS, bindable
 
 ROOT = Path(__file__).parent.parent
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
@@ -188,11 +188,14 @@ def healthy(url: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """In a row, of those that neither the kernel gives to connections (32768 and up) nor Ray to its workers
+    (below 20000): any of those may be taken in the seconds until the server binds it.
+    """
+    for first in random.sample(range(20_000, 29_800), 100):
+        ports = list(range(first, first + count))
+        if all(bindable("0.0.0.0", port) for port in ports):
+            return ports
+    raise AssertionError("there are no free ports for a server")
 
 
 def tail(file: Any) -> str:
