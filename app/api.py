@@ -330,7 +330,7 @@ class Answer:
     async def _pieces(self) -> AsyncGenerator[_Piece]:
         """Text as it becomes certain; the last piece of each answer has its finish reason."""
         left = set(range(len(self._texts)))
-        stream = self._pipeline.generate(self._prepared, self._sampling, self._deadline)
+        stream = self._pipeline.generate(self._prepared, self._sampling, self._writer.id, self._deadline)
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 self._usage.cached_tokens = max(self._usage.cached_tokens, delta.cached_tokens)
@@ -342,6 +342,8 @@ class Answer:
                 yield piece
                 if not left:
                     return
+                if piece.finish_reason and not delta.finish_reason:
+                    await self._pipeline.end(self._writer.id, piece.index)
 
     def _piece(self, delta: Delta) -> _Piece:
         stream = self._texts[delta.index]

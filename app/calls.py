@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
 
 T = TypeVar("T")
+_TOLD_S = 1  # a replica that does not answer holds nobody up for longer
 logger = logging.getLogger("ray.serve")
 
 
@@ -84,6 +85,12 @@ async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> Asy
             if delta is None:
                 return
             yield delta
+
+
+async def tell_all(handle: Any, method: str, *args: Any) -> None:
+    """Every replica that can be reached. For what helps when it arrives and is not missed when it does not."""
+    with suppress(TimeoutError, DeploymentUnavailableError):
+        await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 
 
 async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[ServingError]) -> T:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
+from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream, tell_all
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from app.protocol import Numbers
@@ -214,17 +214,21 @@ class Pipeline:
         return Prepared(prompt, items, token_ids, spans, tokenize)
 
     def generate(
-        self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
+        self, prepared: Prepared, sampling: SamplingParams, key: str, deadline: Deadline
     ) -> AsyncGenerator[Delta]:
-        """Closing the iterator ends the generation in the model's stage."""
+        """Closing the iterator ends the generation in the model's stage. `key` is the request's own."""
         num_bytes = 8 * len(prepared.prompt.token_ids)
         num_bytes += sum(features.payload.nbytes for features in prepared.features)
         has_references = any(features.payload.ref is not None for features in prepared.features)
         by_reference = has_references or num_bytes > _GRPC_BYTES
         generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate
         return stream(
-            generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
+            generate, prepared.prompt, prepared.features, sampling, key, stage="Model", deadline=deadline
         )
+
+    async def end(self, key: str, index: int) -> None:
+        """Of a request's answers this one gets no more tokens, whichever replica it is in."""
+        await tell_all(self._stages.model, "end", key, index)
 
     async def reset_caches(self) -> None:
         """Nothing that came in before is remembered in any replica."""
