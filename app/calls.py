@@ -88,7 +88,7 @@ async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> Asy
 
 
 async def tell_all(handle: Any, method: str, *args: Any) -> None:
-    """Every replica that can be reached. For what helps when it arrives and is not missed when it does not."""
+    """To every replica that can be reached: what helps when it arrives and is not missed when it does not."""
     with suppress(TimeoutError, DeploymentUnavailableError):
         await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 

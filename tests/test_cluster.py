@@ -14,6 +14,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -208,6 +210,26 @@ def test_a_client_that_leaves_while_generating(server: Server, reused: bool, str
     start = time.monotonic()
     assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200
     assert time.monotonic() - start < 3
+
+
+def test_a_deadline_that_passes_frees_the_engine(tmp_path: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["applications"][0]["args"] |= {"timeout_s": 2}
+
+    with Server.start(tmp_path, change) as server, server.engine() as stats:
+        whole = server.post(COMPLETIONS, chat("go on", n=3, **ENDLESS))
+        assert whole.status == 504
+        assert "still in Model when its 2 s were over" in whole.body["error"]["message"]
+        stream = urllib.request.Request(
+            server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
+        )
+        with urllib.request.urlopen(stream, timeout=30) as response:
+            events = response.read().decode().strip().split("\n\n")
+        assert "still in Model" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        wait_until(lambda: not stats()["running"], why=lambda: str(stats()))
+        left = stats()
+        assert (left["running"], left["waiting"], left["kv_tokens_used"]) == (0, 0, 0)
+        assert left["generated_tokens"] < 4 * 3000
 
 
 def noise(size: int) -> Image.Image:
