@@ -336,6 +336,21 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     wait_until(lambda: health(server)[0] == 200, 30)
 
 
+def test_who_waits_for_a_model_that_dies_is_told_and_it_is_replaced(server: Server) -> None:
+    stream = urllib.request.Request(
+        server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
+    )
+    (pid,) = server.replicas("Model")
+    with urllib.request.urlopen(stream, timeout=30) as response:
+        assert response.readline().startswith(b"data: {")
+        os.kill(pid, signal.SIGKILL)
+        *_, last = response.read().decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith("A replica of Model ended")
+    wait_until(lambda: "Model" in health(server)[1] or server.replicas("Model") not in ([], [pid]), 30)
+    wait_until(lambda: health(server)[0] == 200, 60, lambda: str(health(server)))
+    assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200
+
+
 def health(server: Server) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=5) as response:
