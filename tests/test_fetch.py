@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -167,9 +168,24 @@ async def test_an_unreachable_host() -> None:
             await fetcher.fetch(closed, MIB, 5)
 
 
-async def test_a_name_that_does_not_resolve() -> None:
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (socket.EAI_NONAME, FetchRefused, "name is not known. Check the URL"),
+        (socket.EAI_NODATA, FetchRefused, "name is not known. Check the URL"),
+        (socket.EAI_AGAIN, FetchFailed, "name cannot be resolved"),
+        (socket.EAI_FAIL, FetchFailed, "name cannot be resolved"),
+    ],
+)
+async def test_a_name_that_does_not_resolve(
+    monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str
+) -> None:
+    async def getaddrinfo(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(code, "as the resolver says it")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     async with fetching() as fetcher:
-        with pytest.raises(FetchFailed, match="name cannot be resolved"):
+        with pytest.raises(error, match=message):
             await fetcher.fetch("http://no-such-host.invalid/", MIB, 5)
 
 
@@ -310,7 +326,7 @@ async def test_no_hostile_spelling_makes_a_connection() -> None:
         for url in table:
             with pytest.raises((FetchRefused, FetchFailed)) as failed:
                 await fetcher.fetch(url, MIB, 5)
-            # A name that this machine does not know is the one thing that is nobody's fault.
+            # A resolver that fails is the one thing that is nobody's fault.
             assert isinstance(failed.value, FetchRefused) or "cannot be resolved" in failed.value.message, url
         assert connections == []
 
