@@ -4,9 +4,9 @@ Serve takes a body from uvicorn as fast as it comes and queues it, without a bou
 application. This ASGI middleware stands between the two, on uvicorn's loop: it receives no further while more
 than AHEAD_BYTES are queued. uvicorn then stops reading the socket, and the client has to wait.
 
-An answer that comes before the end of its request's body closes the connection, and closed under a client that
-still sends it may be lost: most clients read only when they have sent everything. So after such an answer what
-comes is thrown away for a while, and the connection is closed then.
+An answer that comes before the end of its request's body closes the connection, and would be lost with it:
+most clients read only when they have sent everything. So after such an answer what comes is thrown away for a
+while, and the connection is closed then.
 
 It also drops headers that are not ASCII: Serve reads some of them as UTF-8, and an `x-request-id` that is
 none would end in a bare 500 before the application.
@@ -81,7 +81,7 @@ class _Gate:
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if is_last and not self._is_whole:
             self._lingers = True
-            message = message | {"more_body": True}
+            message = {**message, "more_body": True}
         await self._send(message)
 
     async def linger(self) -> None:

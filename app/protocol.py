@@ -200,8 +200,8 @@ Content = Annotated[
 ]
 
 
-# Fields of OpenAI's and vLLM's APIs that would change the answer and are not offered: only these values are taken,
-# which change nothing. README.md has the same table.
+# Fields of OpenAI's and vLLM's APIs that would change the answer and are not offered: only these values are
+# taken, which change nothing. README.md has the same table.
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "structured_outputs", "vllm_xargs"), ({},)),
@@ -248,7 +248,8 @@ _ONLY_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_c
 def _refuse_what_is_not_offered(data: Any, only: dict[str, tuple[Any, ...]]) -> None:
     for field, values in only.items() if isinstance(data, dict) else ():
         value = data.get(field)
-        if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
+        is_flag = isinstance(value, bool)
+        if value is None or any(value == v and is_flag == isinstance(v, bool) for v in values):
             continue
         allowed = f" other than as {json.dumps(values[0])}" if values else "; leave it out"
         raise _NotOffered(f"{field} is not supported here{allowed}", field)

@@ -358,11 +358,12 @@ def with_at(document: object, place: tuple[str | int, ...], value: object) -> ob
 
 @given(place=st.sampled_from(places(WHOLE)), value=JSON)
 def test_no_error_speaks_of_how_it_was_found(place: tuple[str | int, ...], value: object) -> None:
+    told = ""
     try:
         parse_chat_request(with_at(WHOLE, place, value))
     except InvalidRequest as error:
         told = error.message.removeprefix(error.param or "")
-        assert not FOREIGN.search(told), error.message
+    assert not FOREIGN.search(told)
 
 
 @pytest.mark.parametrize(
