@@ -101,8 +101,8 @@ class Fetcher:
 
         With `conditions` (If-None-Match, If-Modified-Since) the host may answer that it is not modified.
 
-        Raises FetchRefused (policy, unknown name, or the host said 4xx), FetchFailed (unreachable, 5xx, broken),
-        StageTimeout after `timeout_s`, and MediaTooLarge with the chunk that passes `max_bytes`.
+        Raises FetchRefused (policy, unknown name, or the host said 4xx), FetchFailed (unreachable, 5xx,
+        broken), StageTimeout after `timeout_s`, and MediaTooLarge with the chunk that passes `max_bytes`.
         """
         try:
             async with asyncio.timeout(timeout_s):
