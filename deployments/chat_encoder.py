@@ -1,4 +1,4 @@
-"""A conversation as the checkpoint's template and tokenizer have it: token ids, and where each item stands."""
+"""A conversation in the checkpoint's own terms: token ids, and the place of each item among them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import openai
 import pytest
 import soundfile
 from aiohttp import web
-from cluster import IDLE_S, MediaServer, Server, chat, media, media_server, wait_until
+from cluster import IDLE_S, Answer, MediaServer, Server, chat, media, media_server, wait_until
 from PIL import Image
 from test_fetch import targets
 
@@ -347,6 +347,21 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     assert [answer.status for answer in answers] == [200], answers
     assert server.replicas("MediaLoader") != [pid]
     wait_until(lambda: health(server)[0] == 200, 30)
+
+
+def test_a_missing_ingress_is_no_http_500(server: Server) -> None:
+    (pid,) = server.replicas("Ingress")
+    os.kill(pid, signal.SIGKILL)
+    answers: list[Answer] = []
+
+    def is_back() -> bool:
+        answers.append(server.post(RENDER, chat("hello")))
+        return answers[-1].status == 200 and server.replicas("Ingress") not in ([], [pid])
+
+    wait_until(is_back, 60)
+    missing = [answer for answer in answers if answer.status != 200]
+    assert {answer.status for answer in missing} <= {502, 503}
+    assert {answer.body["error"]["code"] for answer in missing} == {"stage_unavailable"}
 
 
 def health(server: Server) -> tuple[int, str]:
