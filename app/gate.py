@@ -8,8 +8,8 @@ An answer that comes before the end of its request's body closes the connection,
 most clients read only when they have sent everything. So after such an answer what comes is thrown away for a
 while, and the connection is closed then.
 
-Where Serve ends a request without any answer, as its fallback proxy does while no ingress is ready, uvicorn would
-say 500; here it is the 503 that it should be.
+Where Serve ends a request without any answer, as its fallback proxy does while no ingress is ready, uvicorn
+would say 500; here it is the 503 that it should be.
 
 It also drops headers that are not ASCII: Serve reads some of them as UTF-8, and an `x-request-id` that is
 none would end in a bare 500 before the application.
