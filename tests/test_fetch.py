@@ -73,6 +73,19 @@ async def raw_serving(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter
         yield server.sockets[0].getsockname()[1], connections
 
 
+class SilentHost:
+    """Answers nothing; tells that a client came, and that it left."""
+
+    def __init__(self) -> None:
+        self.arrived, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        self.arrived.set()
+        assert await reader.read() == b""
+        self.gone.set()
+
+
 @asynccontextmanager
 async def fetching(policy: UrlPolicy = LOOPBACK, **options: Any) -> AsyncIterator[Fetcher]:
     fetcher = Fetcher(policy, retry_pause_s=0.0, **options)
@@ -381,21 +394,14 @@ async def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: 
 
 
 async def test_cancelling_closes_the_connection() -> None:
-    arrived, gone = asyncio.Event(), asyncio.Event()
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        arrived.set()
-        assert await reader.read() == b""
-        gone.set()
-
-    async with raw_serving(talk) as (port, _), fetching() as fetcher:
+    host = SilentHost()
+    async with raw_serving(host.talk) as (port, _), fetching() as fetcher:
         fetch = asyncio.create_task(fetcher.fetch(f"http://127.0.0.1:{port}/", MIB, 5))
-        await arrived.wait()
+        await host.arrived.wait()
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetch
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(host.gone.wait(), 5)
 
 
 async def test_connections_to_one_host_are_bounded() -> None:
