@@ -7,7 +7,6 @@ import contextvars
 import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,8 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from ray.serve.context import _get_serve_request_context
+
+from deployments.release import clear_frames
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class _Job:
         try:
             self.future.set_result(self._context.run(self._function))
         except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
-            traceback.clear_frames(error.__traceback__)  # the work's variables go with the work
+            clear_frames(error)  # the work's variables go with the work
             self.future.set_exception(error)
             del self  # else the future, its error and this frame would keep each other, and the arguments
 
