@@ -75,7 +75,7 @@ async def bench(model: Any, seconds: float) -> None:
 
 
 async def one_stream(model: Any) -> None:
-    """The same answers by `generate` and by the engine, in turns; CPU time as well, which others disturb less."""
+    """The same answers by `generate` and by the engine, in turns. Others disturb CPU time less."""
     length = 200
     wall: dict[str, list[float]] = {"generate": [], "engine": []}
     cpu: dict[str, list[float]] = {"generate": [], "engine": []}
