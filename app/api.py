@@ -51,7 +51,7 @@ from deployments.errors import (
     ServingError,
     UnsupportedEncoding,
 )
-from deployments.payload import let_go_on_error
+from deployments.release import let_go_on_error
 from deployments.types import Delta, Modality
 
 logger = logging.getLogger("ray.serve")
@@ -111,7 +111,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     async def with_body(http: Request, deadline: Deadline, use: UseBody[T]) -> tuple[T, float]:
         """What `use` makes of the body, which is let go of here, and the milliseconds of the intake."""
-        with in_flight.share() as hold, let_go_on_error([]):
+        with in_flight.share() as hold, let_go_on_error():
             return await read_and_use(http, hold, deadline, use)
 
     async def read_and_use(

@@ -16,8 +16,9 @@ from deployments.errors import InvalidMedia, StageTimeout
 from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
-from deployments.payload import let_go_on_error, pack, unpack_pieces
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
+from deployments.release import freeze_start_up, let_go_on_error
 from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
 
 logger = logging.getLogger("ray.serve")
@@ -43,6 +44,7 @@ class EmbeddingLoader:
         log_refusals_in_one_line()
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
+        freeze_start_up()
 
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
