@@ -215,18 +215,17 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
-        (data, name), read_ms = await self._pool.run(_read, read, source.modality, options)
-        ms = fetch_ms + read_ms
+        (data, name), ms = await self._pool.run(_read, read, source.modality, options)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
             self._decoded.move_to_end(name)
-            return replace(known, service_ms=ms, cached=cached)
+            return replace(known, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
         work = partial(self._decode_data, data, name, source.modality, options)
         media = await self._flights.run((name, options.previews), work)
         ms += media.service_ms
         self._remember(replace(media, payload=Payload(0), previews=[]))
         logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
-        return replace(media, service_ms=ms, cached=cached)
+        return replace(media, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
 
     async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
         cancelled = threading.Event()
