@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
@@ -44,6 +45,7 @@ from app.protocol import (
     parse_chat_request,
 )
 from app.timings import Timings, of_stages, server_timing
+from deployments import tracing
 from deployments.errors import InvalidRequest, ModelNotFound, RequestTooLarge, ServingError
 from deployments.payload import let_go_on_error
 from deployments.types import Delta, Modality
@@ -74,6 +76,7 @@ class ApiSettings:
     page: bool = True  # at /
     api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
     cors_allow_origins: list[str] = field(default_factory=list)
+    otlp_endpoint: str = ""  # where spans go; see deployments/tracing.py
 
     @property
     def off(self) -> dict[str, str]:
@@ -90,7 +93,7 @@ class Json(Response):
 
 
 def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
-    app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False)
+    app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False, telemetry=_telemetry())
     started = int(time.time())
     media_defaults = media_options(settings.media_io_kwargs, pipeline.media_options)
     model_card = {
@@ -104,6 +107,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     in_flight = InFlight(settings.max_inflight_body_bytes)
 
     def begin(http: Request) -> Deadline:
+        tracing.tell(request_id=http.headers.get("x-request-id", ""))
         return Deadline(settings.timeout_s, gate.arrival(http.scope))
 
     async def with_body(http: Request, deadline: Deadline, use: UseBody[T]) -> tuple[T, float]:
@@ -114,8 +118,10 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def read_and_use(
         http: Request, hold: Callable[[int], None], deadline: Deadline, use: UseBody[T]
     ) -> tuple[T, float]:
-        body = await read(http, hold, deadline)
-        document = parse(body)
+        with tracing.span("intake") as span:
+            body = await read(http, hold, deadline)
+            span.set_attribute("num_bytes", body.num_bytes)
+            document = parse(body)
         intake_ms = deadline.ms()
         return await use(document, body.strings), intake_ms
 
@@ -253,6 +259,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     @app.exception_handler(ServingError)
     async def serving_error(http: Request, error: ServingError) -> Response:
+        tracing.tell(**{"error.type": type(error).__name__})
         response = _error_response(error)
         if getattr(http.state, "unread", False):
             response.headers["Connection"] = "close"  # else the client sends the rest before it reads
@@ -411,6 +418,18 @@ def rendered(timings: Timings, model: str) -> dict[str, Any]:
     }
 
 
+def _telemetry() -> TelemetryConfig:
+    """FastAPI's own span of what is posted; probes and the page would drown it."""
+    return {
+        "tracing": tracing.provider is not None,
+        "tracer_provider": tracing.provider,
+        "operation_spans": False,
+        "metrics": False,
+        "logs": False,
+        "exclude": lambda scope: scope.get("method") != "POST",
+    }
+
+
 _BUG = ServingError("Internal error; the server's log says more.")
 _NO_BUFFERING = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -428,9 +447,11 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
             async for chunk in rest:
                 yield _event(chunk)
         except ServingError as error:
+            tracing.failed(error)
             yield _event(_envelope(error))
             return
-        except Exception:  # the border of a stream, as `bug` is that of an answer
+        except Exception as error:  # the border of a stream, as `bug` is that of an answer
+            tracing.failed(error)
             logger.exception("a stream broke")
             yield _event(_envelope(_BUG))
             return

@@ -18,6 +18,7 @@ import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from deployments import tracing
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
 
 T = TypeVar("T")
@@ -100,23 +101,25 @@ async def call(method: Any, *args: Any, stage: str, deadline: Deadline) -> tuple
     Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
     """
     start = deadline.ms()
-    response = method.remote(*args)
-    with _translated(response, stage, deadline):
-        async with asyncio.timeout(deadline.left_s()):
-            record = await _awaited(response)
+    with tracing.calling(stage) as context:
+        response = method.remote(*args, **context)
+        with _translated(response, stage, deadline):
+            async with asyncio.timeout(deadline.left_s()):
+                record = await _awaited(response)
     return record, Timing.of(start, deadline.ms(), record.service_ms, getattr(record, "fetch_ms", 0.0))
 
 
 async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncGenerator[Any]:
     """The stage's stream; leaving it early, for whatever reason, ends it there too."""
-    responses = method.remote(*args)
-    with _translated(responses, stage, deadline):
-        while True:
-            async with asyncio.timeout(deadline.left_s()):
-                delta = await _awaited(anext(responses, None))
-            if delta is None:
-                return
-            yield delta
+    with tracing.calling(stage) as context:
+        responses = method.remote(*args, **context)
+        with _translated(responses, stage, deadline):
+            while True:
+                async with asyncio.timeout(deadline.left_s()):
+                    delta = await _awaited(anext(responses, None))
+                if delta is None:
+                    return
+                yield delta
 
 
 async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[ServingError]) -> T:

@@ -25,6 +25,7 @@ from app.calls import (
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from app.protocol import Numbers
+from deployments import tracing
 from deployments.errors import (
     InvalidMedia,
     InvalidRequest,
@@ -212,7 +213,7 @@ class Pipeline:
         )
         groups = _groups(parsed.items, self._stages.inputs.together)
         start = deadline.ms()
-        pending = (self._prepare_group(group, terms) for group in groups)
+        pending = (self._prepare_traced(group, terms) for group in groups)
         results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), done = results[0], results[1:]
         by_param = {prepared.item.param: prepared for group in done for prepared in group}
@@ -269,6 +270,18 @@ class Pipeline:
         return await once_more(
             lambda: call(encode, parsed.chat, edges, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
+
+    async def _prepare_traced(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
+        param = ", ".join(item.param for item in items)
+        with tracing.span("item", param=param, modality=items[0].modality or "prompt") as span:
+            prepared = await self._prepare_group(items, terms)
+            span.set_attributes(
+                {
+                    "num_bytes": sum(each.num_bytes for each in prepared),
+                    "num_tokens": sum(each.features.num_tokens for each in prepared),
+                }
+            )
+            return prepared
 
     async def _prepare_group(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
         """One item, or several that are preprocessed in one call; see `InputSpec.together`."""

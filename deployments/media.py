@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Self
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
-from deployments.logs import log_refusals_in_one_line
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
 from deployments.multimodal.decoding import Decoded
@@ -32,6 +31,8 @@ from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
 from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, span, traced
 from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
 
 logger = logging.getLogger("ray.serve")
@@ -40,14 +41,14 @@ MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
 
 
-class MediaConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class MediaConfig(StageConfig):
     threads: int = Field(default=4, ge=1)  # items decoded at once in a replica
     niceness: int = Field(default=19, ge=0, le=19)
 
-    allowed_media_domains: list[str] = []  # where empty, every public host
-    allowed_private_networks: list[str] = []  # CIDRs that may be fetched from although not public
+    allowed_media_domains: list[str] = Field(default_factory=list)  # where empty, every public host
+    allowed_private_networks: list[str] = Field(
+        default_factory=list
+    )  # CIDRs that may be fetched from although not public
     allowed_local_media_path: str = ""  # folder below which file: URLs may read; off where empty
     max_redirects: int = Field(default=5, ge=0)
     connections_per_host: int = Field(default=8, ge=1)
@@ -109,7 +110,7 @@ class MediaLoader:
     """Fetches and decodes one item at a time; concurrent requests for one URL share the work."""
 
     def __init__(self, config: MediaConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -136,6 +137,7 @@ class MediaLoader:
         if "_fetcher" in self.__dict__:
             await self._fetcher.close()
 
+    @served
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
 
@@ -183,7 +185,8 @@ class MediaLoader:
             return await self._decode(kept, source, options, cached=True)
         timeout_s = self._config.fetch_timeout_s(source.modality)
         conditions = entry.conditions if entry else None
-        fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+        with span("fetch"):
+            fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
         fetch_ms = (time.perf_counter() - start) * 1000
         if entry and kept and fetched.not_modified:
             self._cache.renew(url, entry, fetched.headers, asked_at)
@@ -245,6 +248,7 @@ class MediaLoader:
             previews=shown,
         )
 
+    @traced("decode")
     def _decode_now(
         self, data: bytes, modality: Modality, options: MediaOptions, cancelled: threading.Event
     ) -> tuple[Decoded, list[str]]:

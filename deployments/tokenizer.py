@@ -8,21 +8,20 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
-from deployments.logs import log_refusals_in_one_line
 from deployments.pool import WorkPool
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, traced
 from deployments.types import Chat, Edges, Modality, Prompt, Text, TokenizerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class TokenizerConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TokenizerConfig(StageConfig):
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
     chat_template: str = ""  # a file; empty: the checkpoint's own
     threads: int = Field(default=1, ge=1)
@@ -33,7 +32,7 @@ class Tokenizer:
     """Renders the checkpoint's chat template and encodes it."""
 
     def __init__(self, config: TokenizerConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         self._pool = WorkPool(config.threads, config.niceness)
         # Fast tokenizers must not be used from several threads at once: each call borrows one.
         self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()
@@ -42,6 +41,7 @@ class Tokenizer:
             self._idle.put(encoder)
         self._spec = encoder.spec
 
+    @served
     async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
         """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
 
@@ -51,11 +51,13 @@ class Tokenizer:
         prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat, edges or [])
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
 
+    @served
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """The ids of a bare text, in which the names of control tokens mean those tokens."""
         token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
         return Prompt(token_ids, [], service_ms=ms)
 
+    @served
     async def decode(self, token_ids: list[int]) -> Text:
         """The text with its control tokens. Raises InvalidRequest for an id that is no token."""
         (text, tokens), ms = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
@@ -64,6 +66,7 @@ class Tokenizer:
     async def describe(self) -> TokenizerSpec:
         return self._spec
 
+    @traced("tokenize")
     def _borrow(
         self, method: Callable[Concatenate[ChatEncoder, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
