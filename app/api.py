@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer
 
 from app import __version__, gate
@@ -46,8 +47,14 @@ from app.protocol import (
 )
 from app.timings import Timings, of_stages, server_timing
 from deployments import tracing
-from deployments.errors import InvalidRequest, ModelNotFound, RequestTooLarge, ServingError
-from deployments.payload import let_go_on_error
+from deployments.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    RequestTooLarge,
+    ServingError,
+    UnsupportedEncoding,
+)
+from deployments.release import let_go_on_error
 from deployments.types import Delta, Modality
 
 logger = logging.getLogger("ray.serve")
@@ -112,7 +119,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     async def with_body(http: Request, deadline: Deadline, use: UseBody[T]) -> tuple[T, float]:
         """What `use` makes of the body, which is let go of here, and the milliseconds until it was there."""
-        with in_flight.share() as hold, let_go_on_error([]):
+        with in_flight.share() as hold, let_go_on_error():
             return await read_and_use(http, hold, deadline, use)
 
     async def read_and_use(
@@ -128,6 +135,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def read(http: Request, hold: Callable[[int], None], deadline: Deadline) -> Body:
         try:
             check_origin(http)
+            check_encoding(http)
             check_length(http)
             return await read_body(
                 _chunks(http),
@@ -145,6 +153,11 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         is_json = http.headers.get("content-type", "").startswith("application/json")
         if "origin" in http.headers and not is_json:
             raise InvalidRequest("A web page must send Content-Type: application/json.")
+
+    def check_encoding(http: Request) -> None:
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedEncoding("Send the body as it is, without a Content-Encoding.")
 
     def check_length(http: Request) -> None:
         """Before the first byte, where the client tells the length."""
@@ -270,6 +283,11 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         message = f"{http.method} {http.url.path}: {error.detail}."
         envelope = error_envelope(message, "invalid_request_error", None, None)
         return Json(envelope, error.status_code, error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(http: Request, error: ClientDisconnect) -> Response:
+        logger.info("the client left before its request had come")
+        return Response(status_code=499)  # to nobody; the number stands in the log
 
     @app.exception_handler(Exception)
     async def bug(http: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments import tracing
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
+from deployments.release import collect_soon
 
 T = TypeVar("T")
 logger = logging.getLogger("ray.serve")
@@ -168,6 +169,7 @@ def _translated(response: Any, stage: str, deadline: Deadline) -> Iterator[None]
         yield
     except BaseException as error:
         response.cancel()
+        collect_soon()  # Serve keeps the call with its arguments in a cycle
         if isinstance(error, TimeoutError):
             raise deadline.passed(stage) from None
         if isinstance(error, _FOREIGN):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +13,7 @@ from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
 from deployments import tracing
+from deployments.release import freeze_start_up
 
 
 @serve.ingress()
@@ -43,9 +43,7 @@ class Ingress:
         )
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
-        # What start-up left behind lives as long as the replica: no collection need walk it again.
-        gc.collect()
-        gc.freeze()
+        freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._pipeline, self._tokenizer, lambda: self._readiness.reason, self._settings)

@@ -15,8 +15,9 @@ from pydantic import Field
 from deployments.errors import InvalidMedia, StageTimeout
 from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
-from deployments.payload import let_go_on_error, pack, unpack_pieces
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
+from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, traced
 from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
@@ -42,6 +43,7 @@ class EmbeddingLoader:
         begin(self, config)
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
+        freeze_start_up()
 
     @served
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:

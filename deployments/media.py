@@ -29,8 +29,9 @@ from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
-from deployments.payload import let_go_on_error, pack, unpack_pieces
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
+from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, span, traced
 from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
@@ -123,6 +124,7 @@ class MediaLoader:
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
         self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
+        freeze_start_up()
 
     async def ready(self) -> None:
         """Answers once the replica is up."""

@@ -17,6 +17,7 @@ from deployments.checkpoint import DTypeName, load_model
 from deployments.engine.base import Engine, EngineItem, EngineStats
 from deployments.errors import PromptTooLong, ServingError
 from deployments.payload import unpack
+from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served_deltas
 from deployments.types import Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
@@ -43,6 +44,7 @@ class Model:
     def __init__(self, config: ModelConfig) -> None:
         begin(self, config)
         self._engine = _load_engine(config)
+        freeze_start_up()
 
     @served_deltas
     async def generate(
@@ -52,25 +54,26 @@ class Model:
 
         Raises PromptTooLong, ServingError where the model fails, RayError where features are lost.
         """
-        start = time.perf_counter()
-        length = self._check_length(prompt, features)
-        arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
-        items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
-        logger.info("generating from %d tokens", length)
-        num_tokens, outcomes = 0, [""] * sampling.n
-        async with aclosing(self._engine.submit(prompt, items, sampling)) as deltas:
-            try:
-                async for delta in deltas:
-                    num_tokens += len(delta.token_ids)
-                    outcomes[delta.index] = delta.finish_reason or ""
-                    yield delta
-            except ServingError:
-                outcomes = ["failed"]
-                raise
-            finally:
-                ms = (time.perf_counter() - start) * 1000
-                told = ", ".join(outcome or "cancelled" for outcome in outcomes)
-                logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
+        with let_go_on_error():
+            start = time.perf_counter()
+            length = self._check_length(prompt, features)
+            arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
+            items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
+            logger.info("generating from %d tokens", length)
+            num_tokens, outcomes = 0, [""] * sampling.n
+            async with aclosing(self._engine.submit(prompt, items, sampling)) as deltas:
+                try:
+                    async for delta in deltas:
+                        num_tokens += len(delta.token_ids)
+                        outcomes[delta.index] = delta.finish_reason or ""
+                        yield delta
+                except ServingError:
+                    outcomes = ["failed"]
+                    raise
+                finally:
+                    ms = (time.perf_counter() - start) * 1000
+                    told = ", ".join(outcome or "cancelled" for outcome in outcomes)
+                    logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
 
     async def describe(self) -> ModelSpec:
         return self._engine.spec

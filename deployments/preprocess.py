@@ -21,6 +21,7 @@ from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
+from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, traced
 from deployments.types import Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
@@ -58,6 +59,7 @@ class MMPreprocessor:
         self._idle.put(first)
         for _ in range(config.threads - 1):
             self._idle.put(copy.deepcopy(first))
+        freeze_start_up()
 
     @served
     async def process(self, media: Media, settings: ProcessorSettings | None, timeout_s: float) -> MMFeatures:
@@ -73,17 +75,18 @@ class MMPreprocessor:
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
-        modality = items[0].modality
-        if modality not in self._spec.modalities:
-            raise UnsupportedMedia(f"This model does not take {modality}.")
-        digests = self._digests(items, settings)
-        batch = self._find(digests)
-        if batch is None:
-            batch = await self._share(digests, items, timeout_s, settings)
-        for media in items:
-            if media.name:
-                self._cache.name(media.name, _bare(media))
-        return batch
+        with let_go_on_error():
+            modality = items[0].modality
+            if modality not in self._spec.modalities:
+                raise UnsupportedMedia(f"This model does not take {modality}.")
+            digests = self._digests(items, settings)
+            batch = self._find(digests)
+            if batch is None:
+                batch = await self._share(digests, items, timeout_s, settings)
+            for media in items:
+                if media.name:
+                    self._cache.name(media.name, _bare(media))
+            return batch
 
     @served
     async def recall(self, name: Name, settings: ProcessorSettings | None = None) -> Recalled:
