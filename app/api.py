@@ -125,9 +125,9 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def read_and_use(
         http: Request, hold: Callable[[int], None], deadline: Deadline, use: UseBody[T]
     ) -> tuple[T, float]:
-        with tracing.span("intake") as span:
+        with tracing.span("intake"):
             body = await read(http, hold, deadline)
-            span.set_attribute("num_bytes", body.num_bytes)
+            tracing.tell(num_bytes=body.num_bytes)
             document = parse(body)
         intake_ms = deadline.ms()
         return await use(document, body.strings), intake_ms

@@ -273,13 +273,11 @@ class Pipeline:
 
     async def _prepare_traced(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
         param = ", ".join(item.param for item in items)
-        with tracing.span("item", param=param, modality=items[0].modality or "prompt") as span:
+        with tracing.span("item", param=param, modality=items[0].modality or "prompt"):
             prepared = await self._prepare_group(items, terms)
-            span.set_attributes(
-                {
-                    "num_bytes": sum(each.num_bytes for each in prepared),
-                    "num_tokens": sum(each.features.num_tokens for each in prepared),
-                }
+            tracing.tell(
+                num_bytes=sum(each.num_bytes for each in prepared),
+                num_tokens=sum(each.features.num_tokens for each in prepared),
             )
             return prepared
 

@@ -1,104 +1,92 @@
-"""Spans of real requests, as a collector gets them from a running server."""
+"""Spans: in one process, and of real requests, as a collector gets them from a running server."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextvars
 import json
-import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Server, chat, free_ports, media, media_server, wait_until
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from collector import Collector, listening
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 from test_embeds_cluster import audio_embeds
+
+from deployments import tracing
 
 ROOT = Path(__file__).parent.parent
 SAMPLES = ROOT / "docs" / "samples"
 COMPLETIONS = "/v1/chat/completions"
 STAGES = {"Ingress", "Tokenizer", "MediaLoader", "EmbeddingLoader", "MMPreprocessor", "Model"}
-ERROR = 2  # of the protocol's status codes
 EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
+cluster = pytest.mark.cluster
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
+    return exporter
 
 
 @dataclass
-class Span:
-    process: str
-    name: str
-    trace: str
-    id: str
-    parent: str
-    attributes: dict[str, Any]
-    failed: bool
-    start: int
-    end: int
+class Record:
+    num_bytes: int
 
 
-@dataclass
-class Collector:
-    url: str = ""
-    spans: list[Span] = field(default_factory=list)
-    bodies: list[bytes] = field(default_factory=list)
+class Stage:
+    @tracing.served
+    async def work(self, num_bytes: int) -> Record:
+        with tracing.span("part"):
+            return Record(num_bytes)
 
-    def take(self, path: str, body: bytes) -> None:
-        assert path == "/v1/traces"
-        self.bodies.append(body)
-        for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
-            (process,) = [a.value.string_value for a in sent.resource.attributes if a.key == "service.name"]
-            self.spans += [_span(process, span) for scope in sent.scope_spans for span in scope.spans]
-
-    def of(self, trace: str) -> list[Span]:
-        return [span for span in self.spans if span.trace == trace]
-
-    def whole(self, trace: str) -> list[Span]:
-        """All spans of a request: its own comes last, from the ingress; others may be on their way longer."""
-
-        def is_whole() -> bool:
-            spans = self.of(trace)
-            calls = [span.id for span in spans if span.name.startswith("call ")]
-            served = {span.parent for span in spans}
-            return any(span.name.startswith("POST") for span in spans) and served >= set(calls)
-
-        wait_until(is_whole, why=lambda: str(Counter(span.name for span in self.of(trace))))
-        return self.of(trace)
+    @tracing.served
+    async def wait(self, started: asyncio.Event) -> None:
+        started.set()
+        await asyncio.Event().wait()
 
 
-def _span(process: str, span: Any) -> Span:
-    attributes = {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
-    ids = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
-    failed = span.status.code == ERROR
-    times = span.start_time_unix_nano, span.end_time_unix_nano
-    return Span(process, span.name, *ids, attributes, failed, *times)
+async def test_off_nothing_goes_along() -> None:
+    with tracing.calling("Stage") as context, tracing.span("item") as span:
+        assert context == {}
+        assert not span.is_recording()
+        assert await Stage().work(3, **context) == Record(3)
 
 
-@contextmanager
-def listening(collector: Collector, port: int) -> Iterator[None]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            collector.take(self.path, self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+async def test_the_context_goes_along_as_a_keyword(kept: InMemorySpanExporter) -> None:
+    with tracing.calling("Stage") as context:
+        await asyncio.create_task(Stage().work(3, **context), context=contextvars.Context())
+    part, stage, call = kept.get_finished_spans()
+    assert (part.name, stage.name, call.name) == ("part", "Stage", "call Stage")
+    assert part.parent == stage.context
+    assert stage.parent is not None
+    assert stage.parent.span_id == call.context.span_id
+    assert stage.attributes == {"stage": "Stage", "num_bytes": 3}
 
-        def log_message(self, *_: object) -> None:
-            pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
+async def test_what_is_cancelled_has_not_failed(kept: InMemorySpanExporter) -> None:
+    started = asyncio.Event()
+    with tracing.calling("Stage") as context:
+        task = asyncio.create_task(Stage().wait(started, **context))
+        await started.wait()
+        task.cancel()
+        await asyncio.wait([task])
+    stage, _ = kept.get_finished_spans()
+    assert stage.status.status_code is StatusCode.UNSET
+    assert stage.attributes == {"stage": "Stage", "cancelled": True}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +119,7 @@ def picture(name: str = "photo.png") -> dict[str, Any]:
     return media("image", f"data:image/png;base64,{data}")
 
 
+@cluster
 def test_one_request_is_one_trace_through_all_processes(traced: Server, collecting: Collector) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     request = chat(picture(), audio_embeds(4), "what do you see and hear?")
@@ -171,6 +160,7 @@ def test_one_request_is_one_trace_through_all_processes(traced: Server, collecti
             assert root.start <= span.start <= span.end <= root.end
 
 
+@cluster
 def test_attributes_tell_sizes_and_never_what_is_in_them(traced: Server, collecting: Collector) -> None:
     """A video by URL, streamed, in a trace that the server begins."""
     before = {span.trace for span in collecting.spans}
@@ -202,6 +192,7 @@ def test_attributes_tell_sizes_and_never_what_is_in_them(traced: Server, collect
     assert "what do you see" not in str(told)
 
 
+@cluster
 def test_an_error_is_marked_where_it_happened(traced: Server, collecting: Collector) -> None:
     trace = "5bf92f3577b34da6a3ce929d0e0e4737"
     broken = media("image", "data:image/png;base64,AAAA")
@@ -226,6 +217,7 @@ def test_an_error_is_marked_where_it_happened(traced: Server, collecting: Collec
     assert way[-1].attributes["http.response.status_code"] == 415
 
 
+@cluster
 def test_what_the_caller_does_not_sample_is_not_told(traced: Server, collecting: Collector) -> None:
     unsampled, sampled = "6bf92f3577b34da6a3ce929d0e0e4738", "7bf92f3577b34da6a3ce929d0e0e4739"
     for trace, flags in ((unsampled, "00"), (sampled, "01")):
@@ -234,6 +226,7 @@ def test_what_the_caller_does_not_sample_is_not_told(traced: Server, collecting:
     assert collecting.of(unsampled) == []
 
 
+@cluster
 def test_a_collector_that_is_away_is_told_once_and_costs_no_request(
     traced: Server, collector: Collector
 ) -> None:
