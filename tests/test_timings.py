@@ -133,7 +133,7 @@ def test_the_times_of_a_mixed_request_are_all_of_it(server: Server) -> None:
         wall_ms = (time.perf_counter() - start) * 1000
     told = answer.body["timings_ms"]
     assert told_sum(told) == pytest.approx(told["total"], rel=0.05)
-    assert told["total"] < wall_ms < told["total"] + 1000  # HTTP, HAProxy and a client that is not quick
+    assert told["total"] < wall_ms < told["total"] + 2000  # HTTP, HAProxy and a client that is not quick
     slow, *others = told["items"]
     assert slow["load"]["fetch"] >= HELD_S * 1000 > max(item["load"].get("fetch", 0) for item in others)
     assert slow["load"]["service"] < HELD_S * 1000
