@@ -81,10 +81,9 @@ class Timing:
         return self.start + self.queue + self.fetch + self.service
 
     def to_json(self) -> dict[str, float]:
-        told = {"start": self.start, "queue": self.queue, "service": self.service}
-        return {
-            name: round(ms, 3) for name, ms in (told | ({"fetch": self.fetch} if self.fetch else {})).items()
-        }
+        fetch = {"fetch": self.fetch} if self.fetch else {}
+        told = {"start": self.start, "queue": self.queue, **fetch, "service": self.service}
+        return {name: round(ms, 3) for name, ms in told.items()}
 
 
 def without_gaps(start: float, timings: Iterable[Timing]) -> list[Timing]:

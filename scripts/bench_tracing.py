@@ -4,8 +4,9 @@
 
 Two servers of the shipped kind run side by side, one of them sends traces to a collector in this process. The
 same two requests, a short text and a new 224 px image, go to them in turn: plain, with `timings`, and traced.
-Milliseconds to the end, CPU milliseconds of all of the server's replicas, and how much of a request's time, by
-the client's clock, `timings_ms` tells. Then what the hooks of one request with an image cost where tracing is off.
+Milliseconds to the end, CPU milliseconds of all of the server's replicas, and how much of a request's time,
+by the client's clock, `timings_ms` tells. Then what the hooks of one request with an image cost where tracing
+is off.
 """
 
 from __future__ import annotations
