@@ -17,6 +17,7 @@ none would end in a bare 500 before the application.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -34,6 +35,12 @@ def taken(scope: Mapping[str, Any], num_bytes: int) -> None:
     """The application took so many bytes of the request's body from the queue. From any thread."""
     if gate := scope.get(_KEY):
         gate.taken(num_bytes)
+
+
+def arrival(scope: Mapping[str, Any]) -> float | None:
+    """When the head of the request was read, by `time.perf_counter`."""
+    gate = scope.get(_KEY)
+    return gate.arrival if gate else None
 
 
 class GateMiddleware:
@@ -59,6 +66,7 @@ class _Gate:
         self._loop = asyncio.get_running_loop()
         self._is_open = asyncio.Event()
         self._queued = 0
+        self.arrival = time.perf_counter()
         self._move(0)
 
     async def receive(self) -> Message:

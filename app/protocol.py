@@ -399,6 +399,7 @@ class ChatRequest(_Wire):
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
     mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding
+    timings: bool = False  # tell where the time went
 
     @field_validator("stop", mode="before")
     @classmethod
