@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
+from deployments import tracing
 from deployments.release import freeze_start_up
 
 
@@ -35,6 +36,7 @@ class Ingress:
             media.ready.remote(),
             embeddings.ready.remote(),
         )
+        tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)

@@ -11,22 +11,21 @@ from contextlib import aclosing
 from dataclasses import fields
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.checkpoint import DTypeName, load_model
 from deployments.engine.base import Engine, EngineItem, EngineStats
 from deployments.errors import PromptTooLong, ServingError
-from deployments.logs import log_refusals_in_one_line
 from deployments.payload import unpack
 from deployments.release import freeze_start_up, let_go_on_error
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served_deltas
 from deployments.types import Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
 
-class ModelConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ModelConfig(StageConfig):
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
     dtype: DTypeName = "auto"  # auto: the checkpoint's own on a GPU, float32 on a CPU
@@ -43,11 +42,12 @@ class Model:
     """Owns the engine, which owns the device."""
 
     def __init__(self, config: ModelConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         self._engine = _load_engine(config)
         self._ended: dict[str, set[int]] = {}  # of each request that runs, answers that need no more tokens
         freeze_start_up()
 
+    @served_deltas
     async def generate(
         self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams, key: str = ""
     ) -> AsyncGenerator[Delta, None]:

@@ -6,21 +6,20 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.chat_encoder import ChatEncoder
 from deployments.checkpoint import load_prompting
-from deployments.logs import log_refusals_in_one_line
 from deployments.pool import WorkPool
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, traced
 from deployments.types import Chat, Edges, Prompt, Text, TokenizerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class TokenizerConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TokenizerConfig(StageConfig):
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
     chat_template: str = ""  # a file; empty: the checkpoint's own
     threads: int = Field(default=1, ge=1)
@@ -31,7 +30,7 @@ class Tokenizer:
     """Renders the checkpoint's chat template and encodes it."""
 
     def __init__(self, config: TokenizerConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         self._pool = WorkPool(config.threads, config.niceness)
         # Fast tokenizers must not be used from several threads at once: each call borrows one.
         self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()
@@ -40,6 +39,7 @@ class Tokenizer:
             self._idle.put(encoder)
         self._spec = encoder.spec
 
+    @served
     async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
         """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
 
@@ -49,11 +49,13 @@ class Tokenizer:
         prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat, edges or [])
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
 
+    @served
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """The ids of a bare text, in which the names of control tokens mean those tokens."""
         token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
         return Prompt(token_ids, [], service_ms=ms)
 
+    @served
     async def decode(self, token_ids: list[int]) -> Text:
         """The text with its control tokens. Raises InvalidRequest for an id that is no token."""
         (text, tokens), ms = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
@@ -62,6 +64,7 @@ class Tokenizer:
     async def describe(self) -> TokenizerSpec:
         return self._spec
 
+    @traced("tokenize")
     def _borrow(
         self, method: Callable[Concatenate[ChatEncoder, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from app.config import AppConfig
 from app.graph import build
 
+_SHARED = (".model", ".chat_template", ".otlp_endpoint")  # one for all stages
 ROOT = Path(__file__).parent.parent
 
 
@@ -18,7 +19,7 @@ def settings(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             nested = settings(kind, f"{prefix}{name}.")
-            found |= {k: v for k, v in nested.items() if not k.endswith((".model", ".chat_template"))}
+            found |= {k: v for k, v in nested.items() if not k.endswith(_SHARED)}
         else:
             found[prefix + name] = field.get_default(call_default_factory=True)
     return found
