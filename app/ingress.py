@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
-from deployments.release import freeze_start_up
+from deployments.release import freeze_start_up, reuse_memory
 
 
 @serve.ingress()
@@ -41,6 +41,7 @@ class Ingress:
         )
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
+        reuse_memory()
         freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -49,7 +49,7 @@ class EmbeddingLoader:
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
 
-        A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
+        A cancelled or timed-out load stops where it is: before it begins, or between two slices of base64.
         """
         stopped = threading.Event()
         with let_go_on_error(source.sent):
