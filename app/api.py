@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
-from app import __version__, gate
+from app import __version__, gate, observe
 from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
@@ -111,8 +111,10 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         http: Request, hold: Callable[[int], None], deadline: Deadline, use: UseBody[T]
     ) -> tuple[T, float]:
         start = time.perf_counter()
-        body = await read(http, hold, deadline)
-        document = parse(body)
+        with observe.intake():
+            body = await read(http, hold, deadline)
+            document = parse(body)
+        observe.body(body.num_bytes)
         intake_ms = (time.perf_counter() - start) * 1000
         return await use(document, body.strings), intake_ms
 
@@ -246,6 +248,10 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         reason = unready()
         return Json({"status": "ok"}) if reason is None else Json({"status": reason}, 503)
 
+    @app.get("/stages")
+    async def stages() -> Response:
+        return Json(await pipeline.watch.told())
+
     @app.get("/version")
     async def version() -> Response:
         return Json({"version": __version__})
@@ -269,6 +275,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     if settings.page:
         add_page(app)
+    app.add_middleware(observe.RequestTimes)
     protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
@@ -331,8 +338,10 @@ class Answer:
         """Text as it becomes certain; the last piece of each answer has its finish reason."""
         left = set(range(len(self._texts)))
         stream = self._pipeline.generate(self._prepared, self._sampling, self._deadline)
+        times = observe.TokenTimes()
         async with aclosing(stream) as deltas:
             async for delta in deltas:
+                times.saw(delta)
                 self._usage.cached_tokens = max(self._usage.cached_tokens, delta.cached_tokens)
                 if delta.index not in left:
                     continue  # what comes after a stop string, while other answers go on
@@ -418,10 +427,12 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
             async for chunk in rest:
                 yield _event(chunk)
         except ServingError as error:
+            observe.stream_failed(error.status)
             yield _event(_envelope(error))
             return
         except Exception:  # the border of a stream, as `bug` is that of an answer
             logger.exception("a stream broke")
+            observe.stream_failed(_BUG.status)
             yield _event(_envelope(_BUG))
             return
     yield b"data: [DONE]\n\n"

@@ -18,9 +18,12 @@ import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from app.observe import calling
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
+from deployments.metrics import CALL_QUEUE, CALL_RETRIES, CALL_SERVICE
 
 T = TypeVar("T")
+TEXT = "text"  # the modality of calls about no item
 logger = logging.getLogger("ray.serve")
 
 
@@ -41,11 +44,19 @@ class Deadline:
         )
 
 
-class ReplicaDied(StageUnavailable):
+class Broken(StageUnavailable):
+    """A call that may succeed when it is made again. It stays in this process."""
+
+    def __init__(self, message: str, stage: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class ReplicaDied(Broken):
     """The replica that worked on the call is gone; the call may be tried again elsewhere."""
 
 
-class InputLost(StageUnavailable):
+class InputLost(Broken):
     """An array that the call refers to went with the process that held it."""
 
 
@@ -61,23 +72,30 @@ class Timing:
         return cls(round(max(0.0, wall_ms - service_ms), 3), round(service_ms, 3))
 
 
-async def call(method: Any, *args: Any, stage: str, deadline: Deadline) -> tuple[Any, Timing]:
+async def call(
+    method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
+) -> tuple[Any, Timing]:
     """The stage's record (which tells its `service_ms`) and where the time went.
 
     Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
     """
     start = time.perf_counter()
     response = method.remote(*args)
-    with _translated(response, stage, deadline):
+    with calling(stage, modality), _translated(response, stage, deadline):
         async with asyncio.timeout(deadline.left_s()):
             record = await _awaited(response)
-    return record, Timing.of((time.perf_counter() - start) * 1000, record.service_ms)
+    timing = Timing.of((time.perf_counter() - start) * 1000, record.service_ms)
+    CALL_QUEUE.observe(timing.queue / 1000, stage, modality)
+    CALL_SERVICE.observe(timing.service / 1000, stage, modality)
+    return record, timing
 
 
-async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncGenerator[Any]:
+async def stream(
+    method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
+) -> AsyncGenerator[Any]:
     """The stage's stream; leaving it early, for whatever reason, ends it there too."""
     responses = method.remote(*args)
-    with _translated(responses, stage, deadline):
+    with calling(stage, modality), _translated(responses, stage, deadline):
         while True:
             async with asyncio.timeout(deadline.left_s()):
                 delta = await _awaited(anext(responses, None))
@@ -86,12 +104,13 @@ async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> Asy
             yield delta
 
 
-async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[ServingError]) -> T:
+async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:
     """One retry of an idempotent call."""
     try:
         return await attempt()
     except on as error:
         logger.warning("%s Trying once more.", error.message)
+        CALL_RETRIES.add(1, error.stage, type(error).__name__)
         return await attempt()
 
 
@@ -153,11 +172,11 @@ def _mapped(error: Exception, stage: str) -> Exception:
         case BackPressureError():
             return Overloaded(f"Too many requests are waiting for {stage}. Try again later.")
         case ObjectLostError():
-            return InputLost(f"{stage} lost an input of the request. Try again.")
+            return InputLost(f"{stage} lost an input of the request. Try again.", stage)
         case RayActorError() | DeploymentUnavailableError():
-            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case grpc.aio.AioRpcError() if cause.code() == grpc.StatusCode.UNAVAILABLE:
-            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case TaskCancelledError():
             return StageUnavailable(f"{stage} was stopped during the request. Try again.")
         case _:

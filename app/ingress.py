@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
+from deployments.metrics import publish
 
 
 @serve.ingress()
@@ -39,6 +40,8 @@ class Ingress:
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
         )
+        self._pipeline.watch.start()
+        publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
         # What start-up left behind lives as long as the replica: no collection need walk it again.

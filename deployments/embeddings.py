@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.errors import InvalidMedia, StageTimeout
 from deployments.logs import log_refusals_in_one_line
+from deployments.metrics import publish, report_activity
 from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
 from deployments.payload import let_go_on_error, pack, unpack_pieces
 from deployments.pool import WorkPool
-from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
+from deployments.types import SECONDS, Activity, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,6 +44,8 @@ class EmbeddingLoader:
         log_refusals_in_one_line()
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
+        self._done = 0
+        publish(lambda: report_activity(self._activity()))
 
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
@@ -61,6 +64,12 @@ class EmbeddingLoader:
 
     async def ready(self) -> None:
         """Returns when the stage can serve."""
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        return [Activity("embeddings", self._pool.queued, self._pool.in_flight, self._done)]
 
     async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> MMFeatures:
         """All that came for the item side by side."""
@@ -88,6 +97,7 @@ class EmbeddingLoader:
         made = {source.name: embeds.values} | positions | _token_types(source.form, num_tokens)
         # In the order in which the client sent them; what it did not send comes last.
         arrays = {name: made[name] for name in sent if name in made} | made
+        self._done += 1
         logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
         return MMFeatures(
             modality=source.modality,

@@ -17,12 +17,13 @@ from deployments.errors import NotDecoded, StageTimeout, UnknownName, Unsupporte
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor, Processed
 from deployments.logs import log_refusals_in_one_line
+from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal.feature_cache import FeatureCache, Kept
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
-from deployments.types import Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
+from deployments.types import Activity, Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,6 +60,8 @@ class MMPreprocessor:
         self._idle.put(first)
         for _ in range(config.threads - 1):
             self._idle.put(copy.deepcopy(first))
+        self._done = 0
+        publish(self._report)
 
     async def process(self, media: Media, settings: ProcessorSettings | None, timeout_s: float) -> MMFeatures:
         """`settings`: of the request, see `deployments.multimodal.settings`.
@@ -82,6 +85,7 @@ class MMPreprocessor:
         for media in items:
             if media.name:
                 self._cache.name(media.name, _bare(media))
+        self._done += len(items)
         return batch
 
     async def recall(self, name: Name, settings: ProcessorSettings | None = None) -> Recalled:
@@ -92,6 +96,7 @@ class MMPreprocessor:
             raise UnknownName(
                 f"No {name.modality} is known by the uuid {name.uuid!r} (any more). Send it with its uuid."
             )
+        self._done += 1
         return Recalled(kept.media, replace(kept.features, cached=True, service_ms=0.0))
 
     async def reset_cache(self) -> None:
@@ -133,6 +138,25 @@ class MMPreprocessor:
 
     async def describe(self) -> InputSpec:
         return self._spec
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        pool, cache = self._pool, self._cache
+        return [Activity("preprocess", pool.queued, pool.in_flight, self._done, cache.hits, cache.misses)]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "features",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._flights.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
 
     def _process(
         self, items: list[tuple[Media, Arrays]], settings: ProcessorSettings | None

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
 from deployments.logs import log_refusals_in_one_line
+from deployments.metrics import publish, report_activity
 from deployments.pool import WorkPool
-from deployments.types import Chat, Edges, Modality, Prompt, Text, TokenizerSpec
+from deployments.types import Activity, Chat, Edges, Modality, Prompt, Text, TokenizerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,6 +42,8 @@ class Tokenizer:
             encoder = ChatEncoder(load_prompting(config.model, config.chat_template))
             self._idle.put(encoder)
         self._spec = encoder.spec
+        self._done = 0
+        publish(lambda: report_activity(self._activity()))
 
     async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
         """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
@@ -49,11 +52,13 @@ class Tokenizer:
         template refuses the conversation, with the template's words.
         """
         prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat, edges or [])
+        self._done += 1
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """The ids of a bare text, in which the names of control tokens mean those tokens."""
         token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
+        self._done += 1
         return Prompt(token_ids, [], service_ms=ms)
 
     async def decode(self, token_ids: list[int]) -> Text:
@@ -63,6 +68,12 @@ class Tokenizer:
 
     async def describe(self) -> TokenizerSpec:
         return self._spec
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        return [Activity("tokenize", self._pool.queued, self._pool.in_flight, self._done)]
 
     def _borrow(
         self, method: Callable[Concatenate[ChatEncoder, P], T], *args: P.args, **kwargs: P.kwargs

@@ -250,6 +250,19 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """What a replica is at in one step of a request's path, and what it has done since it started."""
+
+    name: str  # of the step: fetch, decode, ...
+    queued: int  # items, or answers of the model, that wait
+    in_flight: int  # that are worked on
+    done: int
+    hits: int = 0  # of its caches
+    misses: int = 0
+    room: int = 0  # of the engine: answers that could be worked on besides
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerSpec:
     tokenizer_json: str  # loads with tokenizers.Tokenizer.from_str: the ingress detokenizes with it
     special_token_ids: list[int] = field(default_factory=list)  # left out of the text
