@@ -93,15 +93,23 @@ async def call(
 async def stream(
     method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
 ) -> AsyncGenerator[Any]:
-    """The stage's stream; leaving it early, for whatever reason, ends it there too."""
+    """The stage's stream of Delta; leaving it early, for whatever reason, ends it there too."""
+    start, queue_s = time.perf_counter(), None
     responses = method.remote(*args)
-    with calling(stage, modality), _translated(responses, stage, deadline):
-        while True:
-            async with asyncio.timeout(deadline.left_s()):
-                delta = await _awaited(anext(responses, None))
-            if delta is None:
-                return
-            yield delta
+    try:
+        with calling(stage, modality), _translated(responses, stage, deadline):
+            while True:
+                async with asyncio.timeout(deadline.left_s()):
+                    delta = await _awaited(anext(responses, None))
+                if delta is None:
+                    return
+                if queue_s is None:
+                    queue_s = delta.queue_ms / 1000
+                yield delta
+    finally:
+        if queue_s is not None:
+            CALL_QUEUE.observe(queue_s, stage, modality)
+            CALL_SERVICE.observe(time.perf_counter() - start - queue_s, stage, modality)
 
 
 async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:

@@ -41,6 +41,7 @@ class Watch:
         self._known: dict[str, list[Activity]] = {}
         self._at = -FRESH_S
         self._asking: asyncio.Task[None] | None = None
+        self._done: dict[str, int] = {}  # by step, when they were looked at last
         self._rates: dict[str, float] = {}
         self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)  # starvation in each period, by step
         self._tasks: list[asyncio.Task[None]] = []
@@ -89,13 +90,13 @@ class Watch:
         return total
 
     async def _look(self) -> None:
-        before = [_intake(), *(each for activity in self._known.values() for each in activity)]
         await asyncio.gather(*map(self._ask, self._stages))
         elapsed, self._at = time.monotonic() - self._at, time.monotonic()
-        done = {step.name: step.done for step in before}
-        for step in (each for activity in self._known.values() for each in activity):
-            if step.name in done:
-                self._rates[step.name] = max(0, step.done - done[step.name]) / elapsed
+        steps = [_intake(), *(step for stage in self._known.values() for step in stage)]
+        before, self._done = self._done, {step.name: step.done for step in steps}
+        self._rates = {
+            name: max(0, done - before.get(name, done)) / elapsed for name, done in self._done.items()
+        }
 
     async def _ask(self, stage: str) -> list[Activity]:
         """Of all replicas together."""

@@ -11,6 +11,7 @@ from ray.serve.exceptions import BackPressureError
 
 from app.calls import Deadline, InputLost, ReplicaDied, Timing, _mapped, gather_all, once_more, stream
 from deployments.errors import InvalidMedia, Overloaded, ServingError, StageTimeout
+from deployments.types import Delta
 
 
 async def test_results_keep_the_order_of_the_arguments() -> None:
@@ -139,9 +140,9 @@ def test_times_of_a_call_add_up() -> None:
 
 
 class Stage:
-    async def count(self, n: int) -> AsyncIterator[int]:
+    async def count(self, n: int) -> AsyncIterator[Delta]:
         for i in range(n):
-            yield i
+            yield Delta([i])
         await asyncio.Event().wait()
 
 
@@ -153,6 +154,6 @@ def stage() -> object:
 
 async def test_a_stream_past_its_deadline_says_which_stage_it_was_in(stage) -> None:  # type: ignore[no-untyped-def]
     counts = stream(stage.options(stream=True).count, 2, stage="Model", deadline=Deadline(0.2))
-    assert [await anext(counts), await anext(counts)] == [0, 1]
+    assert [await anext(counts), await anext(counts)] == [Delta([0]), Delta([1])]
     with pytest.raises(StageTimeout, match=r"still in Model when its 0\.2 s were over"):
         await anext(counts)
