@@ -188,5 +188,6 @@ def _mapped(error: Exception, stage: str) -> Exception:
         case TaskCancelledError():
             return StageUnavailable(f"{stage} was stopped during the request. Try again.")
         case _:
-            logger.error("%s failed", stage, exc_info=error)
+            told = isinstance(error, RayTaskError)  # with its traceback, by the stage itself
+            logger.error("%s failed", stage, exc_info=None if told else error)
             return ServingError(f"{stage} failed on this request; the server's log says why.")

@@ -325,7 +325,7 @@ class Pipeline:
             media, loading = await self._load(source, terms.options, terms.deadline)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
-            return replace(media, name=terms.name(item)), loading
+            return replace(media, name=terms.name(item), param=item.param), loading
         except ServingError as error:
             error.param = error.param or item.param
             raise
@@ -438,7 +438,7 @@ class Pipeline:
         used = {embeds_name(item.modality), form.grid, *(SECONDS if form.seconds else ())}
         sent = {name: await _as_sent(tensor) for name, tensor in item.tensors.items() if name in used}
         assert self.limits.hidden_size is not None
-        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size)
+        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size, item.param)
 
     def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
@@ -500,8 +500,9 @@ def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
 async def _source(item: Item) -> MediaSource:
     assert item.modality is not None
     if item.kind == "url":
-        return MediaSource(item.modality, "url", url=item.url)
-    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+        return MediaSource(item.modality, "url", url=item.url, param=item.param)
+    payloads = await _payloads(item.data)
+    return MediaSource(item.modality, "data", header=item.header, payloads=payloads, param=item.param)
 
 
 async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:

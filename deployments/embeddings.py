@@ -13,7 +13,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.errors import InvalidMedia, StageTimeout
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import about, log_refusals_in_one_line
 from deployments.metrics import publish, report_activity
 from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
@@ -52,6 +52,7 @@ class EmbeddingLoader:
 
         A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
         """
+        about(source.param)
         stopped = threading.Event()
         with let_go_on_error(source.sent):
             try:

@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import about, log_refusals_in_one_line
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
@@ -149,6 +149,7 @@ class MediaLoader:
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
+        about(source.param)
         with let_go_on_error(source.payloads):
             try:
                 async with asyncio.timeout(timeout_s):

@@ -16,7 +16,7 @@ from deployments.checkpoint import load_processor
 from deployments.errors import NotDecoded, StageTimeout, UnknownName, UnsupportedMedia
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor, Processed
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import about, log_refusals_in_one_line
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal.feature_cache import FeatureCache, Kept
 from deployments.multimodal.settings import ProcessorSettings
@@ -75,6 +75,7 @@ class MMPreprocessor:
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
+        about(*(media.param for media in items))
         modality = items[0].modality
         if modality not in self._spec.modalities:
             raise UnsupportedMedia(f"This model does not take {modality}.")
@@ -169,4 +170,4 @@ class MMPreprocessor:
 
 
 def _bare(media: Media) -> Media:
-    return replace(media, payload=Payload(0), previews=[], name=None)
+    return replace(media, payload=Payload(0), previews=[], name=None, param="")

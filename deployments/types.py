@@ -48,6 +48,7 @@ class MediaSource:
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
     payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
+    param: str = ""  # the item's place in the request, for the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Media:
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
     cached: bool = False
     name: Name | None = None  # by which it may be asked for again
+    param: str = ""  # the item's place in the request, for the log
 
 
 # Features with the seconds of a step of a video's grid, as families call them; clients may use either.
@@ -122,6 +124,7 @@ class EmbeddingSource:
     sent: dict[str, list[Payload] | npt.NDArray[Any]]
     form: EmbedsForm
     hidden_size: int  # the model's
+    param: str = ""  # the item's place in the request, for the log
 
     @property
     def name(self) -> str:
