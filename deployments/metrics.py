@@ -207,14 +207,15 @@ def publish(collect: Callable[[], None] = lambda: None) -> None:
 
 
 def _publish(collect: Callable[[], None]) -> None:
-    publisher = Publisher(ALL)
+    publisher, failed = Publisher(ALL), False
     while True:
         try:
             collect()
             publisher.push()
         except Exception:  # a border: the server works on without its metrics
-            logger.exception("metrics could not be published")
-            return
+            if not failed:
+                logger.exception("metrics could not be published")
+            failed = True
         time.sleep(PERIOD_S)
 
 
