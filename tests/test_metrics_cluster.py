@@ -47,9 +47,10 @@ SLOW_S = 30  # more than the engine needs to tell that it is full
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of two answers at once, and caches that are soon full."""
+    """Of two answers at once, and logs that are JSON."""
 
     def change(config: dict[str, Any]) -> None:
+        config["applications"][0]["logging_config"] = {"encoding": "JSON"}
         args = config["applications"][0]["args"]
         args["engine"] = {"max_running": 2}
         args["media"] |= {"image_fetch_timeout_s": 2 * SLOW_S}
@@ -120,6 +121,19 @@ def test_a_slow_host_starves_the_engine_and_a_full_engine_is_not_starved(own: Se
             released.set()
             for thread in waiting:
                 thread.join()
+
+
+def test_a_line_of_the_log_tells_request_stage_and_item(own: Server) -> None:
+    pictures = [noise(), media("image", "data:image/png;base64,AAAA")]
+    assert own.post(COMPLETIONS, chat(*pictures), {"x-request-id": "told-in-json"}).status == 415
+    lines = [json.loads(line) for line in own.log_lines("MediaLoader", "told-in-json")]
+    told = {line["item"]: line for line in lines if "item" in line}
+    refused = told["messages[0].content[1]"]
+    assert refused["message"].startswith("refused with 415: ")
+    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "MediaLoader")
+    assert [line for line in lines if line["message"] == refused["message"]] == [refused]  # once
+    for file in (own.logs / "serve").glob("*.log"):
+        assert str(pictures[0])[80:120] not in file.read_text()
 
 
 def test_heavy_images_and_one_replica_that_prepares_them(tmp_path: Path) -> None:
