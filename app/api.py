@@ -14,6 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer
 
 from app import __version__, gate, observe
@@ -43,7 +44,13 @@ from app.protocol import (
     parse_as,
     parse_chat_request,
 )
-from deployments.errors import InvalidRequest, ModelNotFound, RequestTooLarge, ServingError
+from deployments.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    RequestTooLarge,
+    ServingError,
+    UnsupportedEncoding,
+)
 from deployments.payload import let_go_on_error
 from deployments.types import Delta, Modality
 
@@ -121,6 +128,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def read(http: Request, hold: Callable[[int], None], deadline: Deadline) -> Body:
         try:
             check_origin(http)
+            check_encoding(http)
             check_length(http)
             return await read_body(
                 _chunks(http),
@@ -138,6 +146,11 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         is_json = http.headers.get("content-type", "").startswith("application/json")
         if "origin" in http.headers and not is_json:
             raise InvalidRequest("A web page must send Content-Type: application/json.")
+
+    def check_encoding(http: Request) -> None:
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedEncoding("Send the body as it is, without a Content-Encoding.")
 
     def check_length(http: Request) -> None:
         """Before the first byte, where the client tells the length."""
@@ -268,6 +281,11 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         message = f"{http.method} {http.url.path}: {error.detail}."
         envelope = error_envelope(message, "invalid_request_error", None, None)
         return Json(envelope, error.status_code, error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(http: Request, error: ClientDisconnect) -> Response:
+        logger.info("the client left before its request had come")
+        return Response(status_code=499)  # to nobody; the number stands in the log
 
     @app.exception_handler(Exception)
     async def bug(http: Request, error: Exception) -> Response:

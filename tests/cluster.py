@@ -110,9 +110,12 @@ class Server:
         assert answer.status == 200, answer.body
         return answer.body
 
-    def log_lines(self, stage: str, request_id: str) -> list[str]:
+    def log_text(self, stage: str) -> str:
         files = (self.logs / "serve").glob(f"replica_headrace_{stage}_*.log")
-        return [line for file in files for line in file.read_text().splitlines() if request_id in line]
+        return "".join(file.read_text() for file in files)
+
+    def log_lines(self, stage: str, request_id: str) -> list[str]:
+        return [line for line in self.log_text(stage).splitlines() if request_id in line]
 
     @contextmanager
     def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:

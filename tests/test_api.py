@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import gzip
 import json
 from collections.abc import AsyncIterator
 
@@ -292,6 +293,35 @@ async def test_a_body_over_the_limit_that_does_not_tell_its_length(api: httpx.As
 
     response = await api.post(COMPLETIONS, content=chunks())
     assert response.status_code == 413
+
+
+async def test_a_compressed_body(api: httpx.AsyncClient) -> None:
+    body = gzip.compress(json.dumps(chat("hello")).encode())
+    response = await api.post(COMPLETIONS, content=body, headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 415
+    assert response.json()["error"]["message"] == "Send the body as it is, without a Content-Encoding."
+    plain = await api.post(COMPLETIONS, json=chat("hello"), headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 200
+
+
+async def test_a_client_that_leaves_in_its_body(graph: LocalGraph, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ray.serve")
+    async with await graph.client() as api:
+        app = api._transport.app  # type: ignore[attr-defined]
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.disconnect"}
+
+    sent: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert "the client left before its request had come" in caplog.messages
+    assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_a_prompt_that_leaves_no_room(api: httpx.AsyncClient) -> None:

@@ -19,7 +19,7 @@ import openai
 import pytest
 import soundfile
 from aiohttp import web
-from cluster import IDLE_S, MediaServer, Server, chat, media, media_server, wait_until
+from cluster import IDLE_S, Answer, MediaServer, Server, chat, media, media_server, wait_until
 from PIL import Image
 from test_fetch import targets
 
@@ -245,6 +245,41 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> N
         assert b" 413 " in connection.recv(1000)
 
 
+def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: Server) -> None:
+    """As http.client and requests do; closed at once, its connection would break under it."""
+    body = b"x" * (20 * 2**20)
+    early = {"Content-Encoding": "gzip", "x-request-id": f"early-{time.time_ns()}"}
+    for _ in range(3):
+        answer = server.post(COMPLETIONS, body, early)
+        assert answer.status == 415
+        assert answer.headers["Connection"] == "close"
+    assert answer.body["error"]["code"] == "unsupported_encoding"
+
+
+def test_a_client_that_leaves_in_its_body_is_one_line_in_the_log(server: Server) -> None:
+    request_id = f"half-{time.time_ns()}"
+    with connect(server, reused=False) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nx-request-id: {request_id}\r\n"
+        connection.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+        wait_until(lambda: server.log_text("Ingress"))
+    wait_until(lambda: server.log_lines("Ingress", request_id), why=lambda: "nothing of it in the log")
+    assert "Traceback" not in server.log_text("Ingress")
+
+
+def test_what_is_no_http_has_an_error_in_the_usual_form(server: Server) -> None:
+    with connect(server, reused=False) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: many\r\n\r\n")
+        head, _, body = everything(connection).partition(b"\r\n\r\n")
+    assert b" 400 " in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "HTTP" in error["message"]
+
+
+def everything(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
 def test_a_client_that_stalls_in_its_body_is_told_so(server: Server) -> None:
     start = time.monotonic()
     with connect(server, reused=False) as connection:
@@ -314,6 +349,21 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     wait_until(lambda: health(server)[0] == 200, 30)
 
 
+def test_a_missing_ingress_is_no_http_500(server: Server) -> None:
+    (pid,) = server.replicas("Ingress")
+    os.kill(pid, signal.SIGKILL)
+    answers: list[Answer] = []
+
+    def is_back() -> bool:
+        answers.append(server.post(RENDER, chat("hello")))
+        return answers[-1].status == 200 and server.replicas("Ingress") not in ([], [pid])
+
+    wait_until(is_back, 60)
+    missing = [answer for answer in answers if answer.status != 200]
+    assert {answer.status for answer in missing} <= {502, 503}
+    assert {answer.body["error"]["code"] for answer in missing} == {"stage_unavailable"}
+
+
 def health(server: Server) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=5) as response:
@@ -361,7 +411,7 @@ def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) 
             answer = server.post(RENDER, chat("look:", media("image", url)))
             message = answer.body["error"]["message"]
             assert answer.body["error"]["param"] in ITEM_OR_URL, (url, message)
-            # A name that this machine does not know is the one thing that is nobody's fault.
+            # A resolver that fails is the one thing that is nobody's fault.
             assert answer.status in (400, 422) or "cannot be resolved" in message, (url, message)
         with pytest.raises(BlockingIOError):
             listener.accept()

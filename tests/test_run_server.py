@@ -53,6 +53,8 @@ LINES = [
     "(ServeReplica:headrace:Model pid=2) WARNING 2026-01-01 model -- look here\n",
     "(ServeReplica:headrace:Model pid=2)   and here\n",
     "(ServeReplica:headrace:Model pid=2) INFO 2026-01-01 model -- quiet again\n",
+    "(ServeController pid=1) WARNING 2026-01-01 controller -- HTTPOptions.host='127.0.0.1' won't accept"
+    " connections from HAProxy on other nodes\n",
 ]
 
 
