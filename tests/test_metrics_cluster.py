@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SAMPLES = Path(__file__).parent.parent / "docs" / "samples"
 PROMETHEUS = shutil.which("prometheus")
-LONG = {"ignore_eos": True, "max_tokens": 3000}
+LONG = {"ignore_eos": True, "max_tokens": 400}
 SCRAPE_S = 1
 SLOW_S = 30  # more than the engine needs to tell that it is full
 
@@ -112,7 +112,7 @@ def test_a_slow_host_starves_the_engine_and_a_full_engine_is_not_starved(own: Se
         try:
             wait_until(lambda: stages(own)["starved_by"] == "fetch", why=lambda: str(stages(own)))
             assert set(stages(own)["starvation_s"]) == {"fetch"}
-            with clients(4, lambda: own.post(COMPLETIONS, chat({"type": "text", "text": "go on"}, **LONG))):
+            with clients(6, lambda: own.post(COMPLETIONS, chat({"type": "text", "text": "go on"}, **LONG))):
                 wait_until(lambda: stages(own)["starvation_s"] == {}, SLOW_S, lambda: str(stages(own)))
                 now = stages(own)["by_name"]
                 assert now["fetch"]["in_flight"] == 4  # there is something to wait for
