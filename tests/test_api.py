@@ -345,6 +345,15 @@ async def test_the_served_model(api: httpx.AsyncClient) -> None:
     assert (await api.get("/v1/models/other")).status_code == 404
 
 
+async def test_the_stages_tell_what_they_are_at(api: httpx.AsyncClient) -> None:
+    assert (await api.post("/v1/chat/completions", json=chat(png(), max_tokens=1))).status_code == 200
+    told = (await api.get("/stages")).json()
+    names = [stage["name"] for stage in told["stages"]]
+    assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
+    assert {(stage["queued"], stage["in_flight"]) for stage in told["stages"]} == {(0, 0)}
+    assert (told["starved_by"], told["starvation_s"]) == (None, {})
+
+
 async def test_health_and_version(api: httpx.AsyncClient) -> None:
     assert (await api.get("/health")).json() == {"status": "ok"}
     assert (await api.get("/version")).json() == {"version": __version__}
