@@ -419,11 +419,12 @@ async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -
     assert "still in MediaLoader when its 0.3 s were over" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
+async def stalls() -> AsyncIterator[bytes]:
+    yield b'{"messages"'
+    await asyncio.Event().wait()
 
+
+async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.1)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())
@@ -432,10 +433,6 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
 
 
 async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
-
     settings = dataclasses.replace(graph.settings, body_idle_timeout_s=0.05)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())
