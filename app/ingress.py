@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
+from deployments import tracing
+from deployments.metrics import publish
 from deployments.release import freeze_start_up, reuse_memory
 
 
@@ -35,10 +37,13 @@ class Ingress:
             media.ready.remote(),
             embeddings.ready.remote(),
         )
+        tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
         )
+        self._pipeline.watch.start()
+        publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
         reuse_memory()
