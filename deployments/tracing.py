@@ -131,17 +131,19 @@ def served_deltas(
         # Not the current span: a generator may go on in another context than it began in.
         with _span(stage, SpanKind.SERVER, {"stage": stage}, parent) as server:
             first, num_tokens = 0, 0
-            async with aclosing(method(*args, **kwargs)) as deltas:
-                async for delta in deltas:
-                    if not first:
-                        first = time.time_ns()
-                        begin = first - int(delta.prefill_ms * 1e6)
-                        _part(server, "queue", begin - int(delta.queue_ms * 1e6), begin)
-                        _part(server, "prefill", begin, first)
-                    num_tokens += len(delta.token_ids)
-                    yield delta
-            _part(server, "decode", first, time.time_ns())
-            server.set_attribute("num_tokens", num_tokens)
+            try:
+                async with aclosing(method(*args, **kwargs)) as deltas:
+                    async for delta in deltas:
+                        if not first:
+                            first = time.time_ns()
+                            begin = first - int(delta.prefill_ms * 1e6)
+                            _part(server, "queue", begin - int(delta.queue_ms * 1e6), begin)
+                            _part(server, "prefill", begin, first)
+                        num_tokens += len(delta.token_ids)
+                        yield delta
+            finally:
+                _part(server, "decode", first, time.time_ns())
+                server.set_attribute("num_tokens", num_tokens)
 
     return cast(Callable[P, AsyncGenerator[Delta, None]], run)
 
