@@ -13,6 +13,7 @@ from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
 from deployments import tracing
+from deployments.metrics import publish
 from deployments.release import freeze_start_up
 
 
@@ -41,6 +42,8 @@ class Ingress:
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
         )
+        self._pipeline.watch.start()
+        publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
         freeze_start_up()

@@ -18,6 +18,8 @@ from PIL import Image
 from pydantic import Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
+from deployments.logs import about
+from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
 from deployments.multimodal.decoding import Decoded
@@ -34,7 +36,7 @@ from deployments.pool import WorkPool
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, span, traced
-from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
+from deployments.types import Activity, Media, MediaOptions, MediaSource, Modality, Payload
 
 logger = logging.getLogger("ray.serve")
 
@@ -120,10 +122,14 @@ class MediaLoader:
             raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
-        self._flights: SingleFlight[Media] = SingleFlight()  # by URL, and by content
+        self._by_url: SingleFlight[Media] = SingleFlight()
+        self._by_content: SingleFlight[Media] = SingleFlight()
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
         self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
+        self._hits = self._misses = self._evictions = 0  # of these
+        self._fetching = self._fetched = self._done = 0  # items
+        publish(self._report)
         freeze_start_up()
 
     async def ready(self) -> None:
@@ -148,17 +154,49 @@ class MediaLoader:
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
+        about(source.param)
         with let_go_on_error(source.payloads):
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._load(source, options)
+                    media = await self._load(source, options)
             except TimeoutError:
                 raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+            self._done += 1
+            return media
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        cache, pool = self._cache, self._pool
+        return [
+            Activity("fetch", 0, self._fetching, self._fetched, cache.hits, cache.misses),
+            Activity("decode", pool.queued, pool.in_flight, self._done, self._hits, self._misses),
+        ]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "http",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._by_url.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
+        report_cache(
+            "decoded",
+            hits=self._hits,
+            misses=self._misses,
+            joins=self._by_content.joins,
+            evictions=self._evictions,
+        )
 
     async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
         if source.kind == "url":
             key = (source.modality, source.url, options)
-            return await self._flights.run(key, lambda: self._load_url(source, options))
+            return await self._by_url.run(key, lambda: self._load_url(source, options))
         return await self._load_data(source, options)
 
     @cached_property
@@ -187,8 +225,13 @@ class MediaLoader:
             return await self._decode(kept, source, options, cached=True)
         timeout_s = self._config.fetch_timeout_s(source.modality)
         conditions = entry.conditions if entry else None
-        with span("fetch"):
-            fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+        self._fetching += 1
+        try:
+            with span("fetch"):
+                fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+        finally:
+            self._fetching -= 1
+        self._fetched += 1
         fetch_ms = (time.perf_counter() - start) * 1000
         if entry and kept and fetched.not_modified:
             self._cache.renew(url, entry, fetched.headers, asked_at)
@@ -223,10 +266,12 @@ class MediaLoader:
         (data, name), ms = await self._pool.run(_read, read, source.modality, options)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
+            self._hits += 1
             self._decoded.move_to_end(name)
             return replace(known, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
+        self._misses += 1
         work = partial(self._decode_data, data, name, source.modality, options)
-        media = await self._flights.run((name, options.previews), work)
+        media = await self._by_content.run((name, options.previews), work)
         ms += media.service_ms
         self._remember(replace(media, payload=Payload(0), previews=[]))
         logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
@@ -270,6 +315,7 @@ class MediaLoader:
         self._decoded[media.digest] = media
         if len(self._decoded) > MAX_REMEMBERED:
             self._decoded.popitem(last=False)
+            self._evictions += 1
 
 
 def _read(read: Callable[[], bytes], modality: Modality, options: MediaOptions) -> tuple[bytes, str]:

@@ -16,6 +16,8 @@ from deployments.checkpoint import load_processor
 from deployments.errors import NotDecoded, StageTimeout, UnknownName, UnsupportedMedia
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor, Processed
+from deployments.logs import about
+from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal.feature_cache import FeatureCache, Kept
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
@@ -24,7 +26,7 @@ from deployments.pool import WorkPool
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, traced
-from deployments.types import Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
+from deployments.types import Activity, Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,6 +61,8 @@ class MMPreprocessor:
         self._idle.put(first)
         for _ in range(config.threads - 1):
             self._idle.put(copy.deepcopy(first))
+        self._done = 0
+        publish(self._report)
         freeze_start_up()
 
     @served
@@ -75,6 +79,7 @@ class MMPreprocessor:
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
+        about(*(media.param for media in items))
         with let_go_on_error():
             modality = items[0].modality
             if modality not in self._spec.modalities:
@@ -86,6 +91,7 @@ class MMPreprocessor:
             for media in items:
                 if media.name:
                     self._cache.name(media.name, _bare(media))
+            self._done += len(items)
             return batch
 
     @served
@@ -97,6 +103,7 @@ class MMPreprocessor:
             raise UnknownName(
                 f"No {name.modality} is known by the uuid {name.uuid!r} (any more). Send it with its uuid."
             )
+        self._done += 1
         return Recalled(kept.media, replace(kept.features, cached=True, service_ms=0.0))
 
     async def reset_cache(self) -> None:
@@ -139,6 +146,25 @@ class MMPreprocessor:
     async def describe(self) -> InputSpec:
         return self._spec
 
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        pool, cache = self._pool, self._cache
+        return [Activity("preprocess", pool.queued, pool.in_flight, self._done, cache.hits, cache.misses)]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "features",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._flights.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
+
     @traced("preprocess")
     def _process(
         self, items: list[tuple[Media, Arrays]], settings: ProcessorSettings | None
@@ -151,4 +177,4 @@ class MMPreprocessor:
 
 
 def _bare(media: Media) -> Media:
-    return replace(media, payload=Payload(0), previews=[], name=None)
+    return replace(media, payload=Payload(0), previews=[], name=None, param="")
