@@ -123,7 +123,12 @@ def export_us(collector: Collector) -> float:
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     tracer = provider.get_tracer("bench")
-    attributes = {"param": "messages[0].content[0]", "modality": "image", "num_bytes": 1, "num_tokens": 1}
+    attributes: Any = {
+        "param": "messages[0].content[0]",
+        "modality": "image",
+        "num_bytes": 1,
+        "num_tokens": 1,
+    }
     for _ in range(512):
         tracer.start_span("item", attributes=attributes).end()
     exporter = tracing._exporter(collector.url)
