@@ -51,6 +51,8 @@ def start(endpoint: str, stage: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    # Every second: Serve kills a replica that has ended its work, and what has not left then is lost.
+    os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "1000")
     resource = Resource.create(
         {"service.namespace": "headrace", "service.name": stage, "process.pid": os.getpid()}
     )
