@@ -368,8 +368,8 @@ class Answer:
 
     async def _pieces(self) -> AsyncGenerator[_Piece]:
         """Text as it becomes certain; the last piece of each answer has its finish reason."""
-        left = self._left
-        stream = self._pipeline.generate(self._timings.prepared, self._sampling, self._timings.clock)
+        left, key = self._left, self._writer.id
+        stream = self._pipeline.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
         times = observe.TokenTimes()
         async with aclosing(stream) as deltas:
             async for delta in deltas:
@@ -384,6 +384,8 @@ class Answer:
                 yield piece
                 if not left:
                     return
+                if piece.finish_reason and not delta.finish_reason:
+                    await self._pipeline.end(key, piece.index)
 
     def _piece(self, delta: Delta) -> _Piece:
         stream = self._texts[delta.index]

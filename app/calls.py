@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from deployments.release import collect_soon
 
 T = TypeVar("T")
 TEXT = "text"  # the modality of calls about no item
+_TOLD_S = 1  # a replica that does not answer holds nobody up for longer
 logger = logging.getLogger("ray.serve")
 
 
@@ -146,6 +147,12 @@ async def stream(
             if queue_ms is not None:
                 CALL_QUEUE.observe(queue_ms / 1000, stage, modality)
                 CALL_SERVICE.observe((deadline.ms() - start - queue_ms) / 1000, stage, modality)
+
+
+async def tell_all(handle: Any, method: str, *args: Any) -> None:
+    """To every replica that can be reached: what helps when it arrives and is not missed when it does not."""
+    with suppress(TimeoutError, DeploymentUnavailableError):
+        await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 
 
 async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:

@@ -21,6 +21,7 @@ from app.calls import (
     gather_all,
     once_more,
     stream,
+    tell_all,
     without_gaps,
 )
 from app.chat import Item, ParsedChat
@@ -240,9 +241,9 @@ class Pipeline:
         return Prepared(prompt, items, token_ids, spans, tokenize, deadline.ms())
 
     def generate(
-        self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
+        self, prepared: Prepared, sampling: SamplingParams, key: str, deadline: Deadline
     ) -> AsyncGenerator[Delta]:
-        """Closing the iterator ends the generation in the model's stage."""
+        """Closing the iterator ends the generation in the model's stage. `key` is the request's own."""
         num_bytes = 8 * len(prepared.prompt.token_ids)
         num_bytes += sum(features.payload.nbytes for features in prepared.features)
         has_references = any(features.payload.ref is not None for features in prepared.features)
@@ -254,10 +255,15 @@ class Pipeline:
             prepared.prompt,
             prepared.features,
             sampling,
+            key,
             stage="Model",
             deadline=deadline,
             modality=modality,
         )
+
+    async def end(self, key: str, index: int) -> None:
+        """Of a request's answers this one gets no more tokens, whichever replica it is in."""
+        await tell_all(self._stages.model, "end", key, index)
 
     async def reset_caches(self) -> None:
         """Nothing that came in before is remembered in any replica."""

@@ -56,15 +56,16 @@ class Model:
     def __init__(self, config: ModelConfig) -> None:
         begin(self, config)
         self._engine = _load_engine(config)
+        self._ended: dict[str, set[int]] = {}  # of each request that runs, answers that need no more tokens
         self._done = 0
         publish(self._report)
         freeze_start_up()
 
     @served_deltas
     async def generate(
-        self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams
+        self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams, key: str = ""
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of the answer; closing the generator ends it.
+        """Deltas of the answers; closing the generator ends them, `end` one of them by the request's `key`.
 
         Raises PromptTooLong, ServingError where the model fails, RayError where features are lost.
         """
@@ -75,7 +76,8 @@ class Model:
             items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
             logger.info("generating from %d tokens", length)
             num_tokens, outcomes = 0, [""] * sampling.n
-            async with aclosing(self._engine.submit(prompt, items, sampling)) as deltas:
+            ended = self._ended[key] = set()
+            async with aclosing(self._engine.submit(prompt, items, sampling, ended)) as deltas:
                 try:
                     async for delta in deltas:
                         num_tokens += len(delta.token_ids)
@@ -86,9 +88,15 @@ class Model:
                     raise
                 finally:
                     self._done += 1
+                    self._ended.pop(key, None)
                     ms = (time.perf_counter() - start) * 1000
                     told = ", ".join(outcome or "cancelled" for outcome in outcomes)
                     logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
+
+    async def end(self, key: str, index: int) -> None:
+        """The answer has reached a stop string, which the model does not see. Not known here: nothing."""
+        if key in self._ended:
+            self._ended[key].add(index)
 
     async def describe(self) -> ModelSpec:
         return self._engine.spec

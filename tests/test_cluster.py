@@ -15,6 +15,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -211,6 +213,26 @@ def test_a_client_that_leaves_while_generating(server: Server, reused: bool, str
     assert time.monotonic() - start < 3
 
 
+def test_a_deadline_that_passes_frees_the_engine(tmp_path: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["applications"][0]["args"] |= {"timeout_s": 2}
+
+    with Server.start(tmp_path, change) as server, server.engine() as stats:
+        whole = server.post(COMPLETIONS, chat("go on", n=3, **ENDLESS))
+        assert whole.status == 504
+        assert "still in Model when its 2 s were over" in whole.body["error"]["message"]
+        stream = urllib.request.Request(
+            server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
+        )
+        with urllib.request.urlopen(stream, timeout=30) as response:
+            events = response.read().decode().strip().split("\n\n")
+        assert "still in Model" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        wait_until(lambda: not stats()["running"], why=lambda: str(stats()))
+        left = stats()
+        assert (left["running"], left["waiting"], left["kv_tokens_used"]) == (0, 0, 0)
+        assert left["generated_tokens"] < 4 * 3000
+
+
 def noise(size: int) -> Image.Image:
     return Image.effect_noise((size, size), 80).convert("RGB")
 
@@ -333,6 +355,21 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     assert [answer.status for answer in answers] == [200], answers
     assert server.replicas("MediaLoader") != [pid]
     wait_until(lambda: health(server)[0] == 200, 30)
+
+
+def test_who_waits_for_a_model_that_dies_is_told_and_it_is_replaced(server: Server) -> None:
+    stream = urllib.request.Request(
+        server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
+    )
+    (pid,) = server.replicas("Model")
+    with urllib.request.urlopen(stream, timeout=30) as response:
+        assert response.readline().startswith(b"data: {")
+        os.kill(pid, signal.SIGKILL)
+        *_, last = response.read().decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith("A replica of Model ended")
+    wait_until(lambda: "Model" in health(server)[1] or server.replicas("Model") not in ([], [pid]), 30)
+    wait_until(lambda: health(server)[0] == 200, 60, lambda: str(health(server)))
+    assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200
 
 
 def test_a_missing_ingress_is_no_http_500(server: Server) -> None:
