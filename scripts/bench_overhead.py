@@ -22,7 +22,8 @@ import httpx
 import ray
 from bench_latency import image_request, text_request
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from local_graph import LocalGraph  # the tests' server without a cluster
 
 from app import calls, observe
