@@ -43,12 +43,13 @@ def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture
     error = InvalidMedia("The image is damaged.")
 
     def call() -> None:
-        log_refusals_in_one_line()
-        with pytest.raises(InvalidMedia), about("messages[0].content[2]"):
+        with about("messages[0].content[2]"):
             logging.getLogger("ray.serve").warning("This looks odd.")
             raise error
 
-    copy_context().run(call)
+    log_refusals_in_one_line()
+    with pytest.raises(InvalidMedia):
+        copy_context().run(call)
     assert [record.item for record in caplog.records] == ["messages[0].content[2]"]  # type: ignore[attr-defined]
     caplog.clear()
     assert logged(error, caplog).item == "messages[0].content[2]"  # type: ignore[attr-defined]  # by Serve
