@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -19,20 +19,29 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.observe import calling
+from deployments import tracing
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
 from deployments.metrics import CALL_QUEUE, CALL_RETRIES, CALL_SERVICE
+from deployments.release import collect_soon
 
 T = TypeVar("T")
 TEXT = "text"  # the modality of calls about no item
+_TOLD_S = 1  # a replica that does not answer holds nobody up for longer
 logger = logging.getLogger("ray.serve")
 
 
 class Deadline:
-    """One per request; every stage gets what is left of it."""
+    """One per request: the clock that all its times are read from; every stage gets what is left of it."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, came: float | None = None) -> None:
+        """`came`: when the request did, by `time.perf_counter`; None: now, from when the deadline counts."""
         self.timeout_s = timeout_s
+        self._came = time.perf_counter() if came is None else came
         self._at = time.monotonic() + timeout_s
+
+    def ms(self) -> float:
+        """Since the request came."""
+        return (time.perf_counter() - self._came) * 1000
 
     def left_s(self) -> float:
         return max(0.0, self._at - time.monotonic())
@@ -62,31 +71,58 @@ class InputLost(Broken):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one call: `service` at work in the stage, `queue` all else (waiting, transport)."""
+    """Milliseconds of one call: `service` at work in the stage, `fetch` waiting for the item's host, `queue`
+    all else (waiting, transport). Together they are the whole call; `start` is since the request came.
+    """
 
+    start: float
     queue: float
     service: float
+    fetch: float = 0.0
 
     @classmethod
-    def of(cls, wall_ms: float, service_ms: float) -> Timing:
-        return cls(round(max(0.0, wall_ms - service_ms), 3), round(service_ms, 3))
+    def of(cls, start: float, end: float, service_ms: float, fetch_ms: float = 0.0) -> Timing:
+        """Who joined work that was under way waited for the last part of it only."""
+        wall = end - start
+        service = min(service_ms, wall)
+        fetch = min(fetch_ms, wall - service)
+        return cls(start, wall - service - fetch, service, fetch)
+
+    @property
+    def end(self) -> float:
+        return self.start + self.queue + self.fetch + self.service
+
+    def to_json(self) -> dict[str, float]:
+        fetch = {"fetch": self.fetch} if self.fetch else {}
+        told = {"start": self.start, "queue": self.queue, **fetch, "service": self.service}
+        return {name: round(ms, 3) for name, ms in told.items()}
+
+
+def without_gaps(start: float, timings: Iterable[Timing]) -> list[Timing]:
+    """What passed between calls, in this process or with one that failed, was waiting for the next one."""
+    closed = []
+    for timing in timings:
+        closed.append(replace(timing, start=start, queue=timing.queue + timing.start - start))
+        start = timing.end
+    return closed
 
 
 async def call(
     method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
 ) -> tuple[Any, Timing]:
-    """The stage's record (which tells its `service_ms`) and where the time went.
+    """The stage's record, which tells its `service_ms` (and `fetch_ms`), and where the time went.
 
     Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
     """
-    start = time.perf_counter()
-    response = method.remote(*args)
-    with calling(stage, modality), _translated(response, stage, deadline):
-        async with asyncio.timeout(deadline.left_s()):
-            record = await _awaited(response)
-    timing = Timing.of((time.perf_counter() - start) * 1000, record.service_ms)
+    start = deadline.ms()
+    with calling(stage, modality), tracing.calling(stage) as context:
+        response = method.remote(*args, **context)
+        with _translated(response, stage, deadline):
+            async with asyncio.timeout(deadline.left_s()):
+                record = await _awaited(response)
+    timing = Timing.of(start, deadline.ms(), record.service_ms, getattr(record, "fetch_ms", 0.0))
     CALL_QUEUE.observe(timing.queue / 1000, stage, modality)
-    CALL_SERVICE.observe(timing.service / 1000, stage, modality)
+    CALL_SERVICE.observe((timing.fetch + timing.service) / 1000, stage, modality)
     return record, timing
 
 
@@ -94,22 +130,29 @@ async def stream(
     method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
 ) -> AsyncGenerator[Any]:
     """The stage's stream of Delta; leaving it early, for whatever reason, ends it there too."""
-    start, queue_s = time.perf_counter(), None
-    responses = method.remote(*args)
-    try:
-        with calling(stage, modality), _translated(responses, stage, deadline):
-            while True:
-                async with asyncio.timeout(deadline.left_s()):
-                    delta = await _awaited(anext(responses, None))
-                if delta is None:
-                    return
-                if queue_s is None:
-                    queue_s = delta.queue_ms / 1000
-                yield delta
-    finally:
-        if queue_s is not None:
-            CALL_QUEUE.observe(queue_s, stage, modality)
-            CALL_SERVICE.observe(time.perf_counter() - start - queue_s, stage, modality)
+    start, queue_ms = deadline.ms(), None
+    with calling(stage, modality), tracing.calling(stage) as context:
+        responses = method.remote(*args, **context)
+        try:
+            with _translated(responses, stage, deadline):
+                while True:
+                    async with asyncio.timeout(deadline.left_s()):
+                        delta = await _awaited(anext(responses, None))
+                    if delta is None:
+                        return
+                    if queue_ms is None:
+                        queue_ms = delta.queue_ms
+                    yield delta
+        finally:
+            if queue_ms is not None:
+                CALL_QUEUE.observe(queue_ms / 1000, stage, modality)
+                CALL_SERVICE.observe((deadline.ms() - start - queue_ms) / 1000, stage, modality)
+
+
+async def tell_all(handle: Any, method: str, *args: Any) -> None:
+    """To every replica that can be reached: what helps when it arrives and is not missed when it does not."""
+    with suppress(TimeoutError, DeploymentUnavailableError):
+        await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 
 
 async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:
@@ -159,6 +202,7 @@ def _translated(response: Any, stage: str, deadline: Deadline) -> Iterator[None]
         yield
     except BaseException as error:
         response.cancel()
+        collect_soon()  # Serve keeps the call with its arguments in a cycle
         if isinstance(error, TimeoutError):
             raise deadline.passed(stage) from None
         if isinstance(error, _FOREIGN):

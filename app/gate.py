@@ -8,34 +8,22 @@ An answer that comes before the end of its request's body closes the connection,
 most clients read only when they have sent everything. So after such an answer what comes is thrown away for a
 while, and the connection is closed then.
 
-Where Serve ends a request without any answer, as its fallback proxy does while no ingress is ready, uvicorn
-would say 500; here it is the 503 that it should be.
-
 It also drops headers that are not ASCII: Serve reads some of them as UTF-8, and an `x-request-id` that is
 none would end in a bare 500 before the application.
 
-`serve_config.yaml` installs it, through Serve's RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
+`app/middleware.py` installs it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from starlette.middleware import Middleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.protocol import error_envelope
-from deployments.errors import StageUnavailable
-
-NOT_READY = JSONResponse(
-    error_envelope("No replica of Ingress is ready. Try again.", "server_error", None, StageUnavailable.code),
-    StageUnavailable.status,
-    {"Retry-After": "1", "Connection": "close"},
-)
 AHEAD_BYTES = 2**20
 LINGER_S = 30.0  # that a client may go on sending after its answer
 LINGER_IDLE_S = 5.0  # and this long nothing
@@ -43,14 +31,16 @@ LINGER_IDLE_S = 5.0  # and this long nothing
 _KEY = "headrace.gate"
 
 
-def middlewares() -> list[Middleware]:
-    return [Middleware(GateMiddleware)]
-
-
 def taken(scope: Mapping[str, Any], num_bytes: int) -> None:
     """The application took so many bytes of the request's body from the queue. From any thread."""
     if gate := scope.get(_KEY):
         gate.taken(num_bytes)
+
+
+def arrival(scope: Mapping[str, Any]) -> float | None:
+    """When the head of the request was read, by `time.perf_counter`."""
+    gate = scope.get(_KEY)
+    return gate.arrival if gate else None
 
 
 class GateMiddleware:
@@ -64,19 +54,19 @@ class GateMiddleware:
         scope["headers"] = [pair for pair in scope["headers"] if pair[1].isascii()]
         scope[_KEY] = gate = _Gate(receive, send)
         await self._app(scope, gate.receive, gate.send)
-        await gate.end()
+        await gate.linger()
 
 
 class _Gate:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._is_answered = False
         self._is_whole = False  # the request has come, or its client has left
         self._lingers = False  # the answer was sent before that
         self._loop = asyncio.get_running_loop()
         self._is_open = asyncio.Event()
         self._queued = 0
+        self.arrival = time.perf_counter()
         self._move(0)
 
     async def receive(self) -> Message:
@@ -91,20 +81,15 @@ class _Gate:
         return message
 
     async def send(self, message: Message) -> None:
-        self._is_answered = True
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if is_last and not self._is_whole:
             self._lingers = True
             message = {**message, "more_body": True}
         await self._send(message)
 
-    async def end(self) -> None:
-        if not self._is_answered:
-            await NOT_READY({"type": "http"}, self.receive, self.send)
-        if self._lingers:
-            await self._linger()
-
-    async def _linger(self) -> None:
+    async def linger(self) -> None:
+        if not self._lingers:
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while not self._is_whole:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,7 +12,9 @@ from tokenizers import Tokenizer
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import Readiness
+from deployments import tracing
 from deployments.metrics import publish
+from deployments.release import freeze_start_up
 
 
 @serve.ingress()
@@ -36,6 +37,7 @@ class Ingress:
             media.ready.remote(),
             embeddings.ready.remote(),
         )
+        tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
@@ -44,9 +46,7 @@ class Ingress:
         publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
         self._readiness = Readiness(serve.get_replica_context().app_name)
-        # What start-up left behind lives as long as the replica: no collection need walk it again.
-        gc.collect()
-        gc.freeze()
+        freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._pipeline, self._tokenizer, lambda: self._readiness.reason, self._settings)

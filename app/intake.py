@@ -14,8 +14,6 @@ Of equal keys in one object the last one counts, as in Python's `json`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import math
 import re
 import secrets
@@ -34,6 +32,7 @@ import orjson
 from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 from deployments.metrics import BYTES_IN_FLIGHT
 from deployments.payload import pack_pieces
+from deployments.release import collect_soon
 from deployments.types import Payload
 
 LONG_STRING_BYTES = 64 * 1024
@@ -175,7 +174,7 @@ class InFlight:
         finally:
             self._add(-held)
             if held >= SEGMENT_BYTES and self.num_bytes == 0:
-                asyncio.get_running_loop().run_in_executor(None, _give_back)
+                collect_soon()
 
     def _add(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -184,17 +183,6 @@ class InFlight:
     def check(self, more: int) -> None:
         if self.num_bytes + more > self._max_bytes:
             raise Overloaded("The bodies of other requests take all the memory for them. Try again later.")
-
-
-def _give_back() -> None:
-    """What cycles hold of large bodies is freed now, and what the allocator keeps goes back to the system.
-
-    Serve keeps errors in cycles, and an idle process collects none. What was there at the start is frozen
-    (app/ingress.py), so that a collection has little to walk.
-    """
-    gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
 
 
 async def read_body(

@@ -11,11 +11,24 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from app.calls import TEXT, Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
+from app.calls import (
+    TEXT,
+    Deadline,
+    InputLost,
+    ReplicaDied,
+    Timing,
+    call,
+    gather_all,
+    once_more,
+    stream,
+    tell_all,
+    without_gaps,
+)
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from app.protocol import Numbers
 from app.stages import Watch
+from deployments import tracing
 from deployments.errors import (
     InvalidMedia,
     InvalidRequest,
@@ -98,6 +111,7 @@ class Prepared:
     token_ids: list[int]  # the prompt with each placeholder replaced by its item's tokens
     spans: list[Span]  # per item: where its tokens lie in token_ids
     tokenize: Timing
+    ready: float  # ms since the request came
 
     @property
     def features(self) -> list[MMFeatures]:
@@ -211,23 +225,25 @@ class Pipeline:
             options, parsed.settings, deadline, budget, _Room(self.limits.max_model_len), parsed.salt
         )
         groups = _groups(parsed.items, self._stages.inputs.together)
-        pending = (self._prepare_group(group, terms) for group in groups)
+        start = deadline.ms()
+        pending = (self._prepare_traced(group, terms) for group in groups)
         results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), done = results[0], results[1:]
         by_param = {prepared.item.param: prepared for group in done for prepared in group}
-        items = [by_param[item.param] for item in parsed.items]
+        items = [_timed_from(start, by_param[item.param]) for item in parsed.items]
+        tokenize = without_gaps(start, [tokenize])[0]
         if any(any(prepared.features.edges) for prepared in items):
             # Texts of the items grow together with those around them: the prompt is encoded with both.
             edges = [prepared.features.edges for prepared in items]
-            prompt, tokenize = await self._encode(parsed, deadline, edges)
+            prompt, _ = await self._encode(parsed, deadline, edges)
         self._check_length(len(prompt.token_ids) + sum(p.features.length - 1 for p in items), items)
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
-        return Prepared(prompt, items, token_ids, spans, tokenize)
+        return Prepared(prompt, items, token_ids, spans, tokenize, deadline.ms())
 
     def generate(
-        self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
+        self, prepared: Prepared, sampling: SamplingParams, key: str, deadline: Deadline
     ) -> AsyncGenerator[Delta]:
-        """Closing the iterator ends the generation in the model's stage."""
+        """Closing the iterator ends the generation in the model's stage. `key` is the request's own."""
         num_bytes = 8 * len(prepared.prompt.token_ids)
         num_bytes += sum(features.payload.nbytes for features in prepared.features)
         has_references = any(features.payload.ref is not None for features in prepared.features)
@@ -239,10 +255,15 @@ class Pipeline:
             prepared.prompt,
             prepared.features,
             sampling,
+            key,
             stage="Model",
             deadline=deadline,
             modality=modality,
         )
+
+    async def end(self, key: str, index: int) -> None:
+        """Of a request's answers this one gets no more tokens, whichever replica it is in."""
+        await tell_all(self._stages.model, "end", key, index)
 
     async def reset_caches(self) -> None:
         """Nothing that came in before is remembered in any replica."""
@@ -274,6 +295,16 @@ class Pipeline:
         return await once_more(
             lambda: call(encode, parsed.chat, edges, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
+
+    async def _prepare_traced(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
+        param = ", ".join(item.param for item in items)
+        with tracing.span("item", param=param, modality=items[0].modality or "prompt"):
+            prepared = await self._prepare_group(items, terms)
+            tracing.tell(
+                num_bytes=sum(each.num_bytes for each in prepared),
+                num_tokens=sum(each.features.num_tokens for each in prepared),
+            )
+            return prepared
 
     async def _prepare_group(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
         """One item, or several that are preprocessed in one call; see `InputSpec.together`."""
@@ -461,6 +492,11 @@ class Pipeline:
                 " for an answer. Send less.",
                 "messages",
             )
+
+
+def _timed_from(start: float, prepared: PreparedItem) -> PreparedItem:
+    timings = without_gaps(start, prepared.timings.values())
+    return replace(prepared, timings=dict(zip(prepared.timings, timings, strict=True)))
 
 
 def _count_bytes(stage: str, modality: str, bytes_in: int, bytes_out: int) -> None:

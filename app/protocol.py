@@ -218,7 +218,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
         (False,),
     ),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    "best_of": (1,),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -399,6 +399,7 @@ class ChatRequest(_Wire):
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
     mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding
+    timings: bool = False  # tell where the time went
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -494,8 +495,7 @@ _WRONG = {
     "string_pattern_mismatch": "must match {pattern}",
     "extra_forbidden": "is not known here",
     "value_error": "{error}",
-    **dict.fromkeys(("part_type", "content_type"), "{message}"),
-    "tensor": "{message}",
+    **dict.fromkeys(("part_type", "content_type", "tensor"), "{message}"),
 }
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Self
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
-from deployments.logs import about, log_refusals_in_one_line
+from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
@@ -31,8 +31,11 @@ from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
-from deployments.payload import let_go_on_error, pack, unpack_pieces
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
+from deployments.release import freeze_start_up, let_go_on_error
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, span, traced
 from deployments.types import Activity, Media, MediaOptions, MediaSource, Modality, Payload
 
 logger = logging.getLogger("ray.serve")
@@ -41,14 +44,14 @@ MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
 
 
-class MediaConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class MediaConfig(StageConfig):
     threads: int = Field(default=4, ge=1)  # items decoded at once in a replica
     niceness: int = Field(default=19, ge=0, le=19)
 
-    allowed_media_domains: list[str] = []  # where empty, every public host
-    allowed_private_networks: list[str] = []  # CIDRs that may be fetched from although not public
+    allowed_media_domains: list[str] = Field(default_factory=list)  # where empty, every public host
+    allowed_private_networks: list[str] = Field(
+        default_factory=list
+    )  # CIDRs that may be fetched from although not public
     allowed_local_media_path: str = ""  # folder below which file: URLs may read; off where empty
     max_redirects: int = Field(default=5, ge=0)
     connections_per_host: int = Field(default=8, ge=1)
@@ -110,7 +113,7 @@ class MediaLoader:
     """Fetches and decodes one item at a time; concurrent requests for one URL share the work."""
 
     def __init__(self, config: MediaConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -127,6 +130,7 @@ class MediaLoader:
         self._hits = self._misses = self._evictions = 0  # of these
         self._fetching = self._fetched = self._done = 0  # items
         publish(self._report)
+        freeze_start_up()
 
     async def ready(self) -> None:
         """Answers once the replica is up."""
@@ -141,6 +145,7 @@ class MediaLoader:
         if "_fetcher" in self.__dict__:
             await self._fetcher.close()
 
+    @served
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
 
@@ -221,7 +226,8 @@ class MediaLoader:
         conditions = entry.conditions if entry else None
         self._fetching += 1
         try:
-            fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+            with span("fetch"):
+                fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
         finally:
             self._fetching -= 1
         self._fetched += 1
@@ -256,20 +262,19 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
-        (data, name), read_ms = await self._pool.run(_read, read, source.modality, options)
-        ms = fetch_ms + read_ms
+        (data, name), ms = await self._pool.run(_read, read, source.modality, options)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
             self._hits += 1
             self._decoded.move_to_end(name)
-            return replace(known, service_ms=ms, cached=cached)
+            return replace(known, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
         self._misses += 1
         work = partial(self._decode_data, data, name, source.modality, options)
         media = await self._by_content.run((name, options.previews), work)
         ms += media.service_ms
         self._remember(replace(media, payload=Payload(0), previews=[]))
         logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
-        return replace(media, service_ms=ms, cached=cached)
+        return replace(media, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
 
     async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
         cancelled = threading.Event()
@@ -289,6 +294,7 @@ class MediaLoader:
             previews=shown,
         )
 
+    @traced("decode")
     def _decode_now(
         self, data: bytes, modality: Modality, options: MediaOptions, cancelled: threading.Event
     ) -> tuple[Decoded, list[str]]:

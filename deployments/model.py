@@ -11,12 +11,11 @@ from contextlib import aclosing
 from dataclasses import fields
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.checkpoint import DTypeName, load_model
 from deployments.engine.base import Engine, EngineItem, EngineStats
 from deployments.errors import PromptTooLong, ServingError
-from deployments.logs import log_refusals_in_one_line
 from deployments.metrics import (
     ENGINE_CAPACITY,
     ENGINE_KV_TOKENS,
@@ -30,14 +29,15 @@ from deployments.metrics import (
     report_cache,
 )
 from deployments.payload import unpack
+from deployments.release import freeze_start_up, let_go_on_error
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served_deltas
 from deployments.types import Activity, Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
 
-class ModelConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ModelConfig(StageConfig):
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
     dtype: DTypeName = "auto"  # auto: the checkpoint's own on a GPU, float32 on a CPU
@@ -54,38 +54,49 @@ class Model:
     """Owns the engine, which owns the device."""
 
     def __init__(self, config: ModelConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         self._engine = _load_engine(config)
+        self._ended: dict[str, set[int]] = {}  # of each request that runs, answers that need no more tokens
         self._done = 0
         publish(self._report)
+        freeze_start_up()
 
+    @served_deltas
     async def generate(
-        self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams
+        self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams, key: str = ""
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of the answer; closing the generator ends it.
+        """Deltas of the answers; closing the generator ends them, `end` one of them by the request's `key`.
 
         Raises PromptTooLong, ServingError where the model fails, RayError where features are lost.
         """
-        start = time.perf_counter()
-        length = self._check_length(prompt, features)
-        arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
-        items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
-        logger.info("generating from %d tokens", length)
-        num_tokens, outcomes = 0, [""] * sampling.n
-        async with aclosing(self._engine.submit(prompt, items, sampling)) as deltas:
-            try:
-                async for delta in deltas:
-                    num_tokens += len(delta.token_ids)
-                    outcomes[delta.index] = delta.finish_reason or ""
-                    yield delta
-            except ServingError:
-                outcomes = ["failed"]
-                raise
-            finally:
-                self._done += 1
-                ms = (time.perf_counter() - start) * 1000
-                told = ", ".join(outcome or "cancelled" for outcome in outcomes)
-                logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
+        with let_go_on_error():
+            start = time.perf_counter()
+            length = self._check_length(prompt, features)
+            arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
+            items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
+            logger.info("generating from %d tokens", length)
+            num_tokens, outcomes = 0, [""] * sampling.n
+            ended = self._ended[key] = set()
+            async with aclosing(self._engine.submit(prompt, items, sampling, ended)) as deltas:
+                try:
+                    async for delta in deltas:
+                        num_tokens += len(delta.token_ids)
+                        outcomes[delta.index] = delta.finish_reason or ""
+                        yield delta
+                except ServingError:
+                    outcomes = ["failed"]
+                    raise
+                finally:
+                    self._done += 1
+                    self._ended.pop(key, None)
+                    ms = (time.perf_counter() - start) * 1000
+                    told = ", ".join(outcome or "cancelled" for outcome in outcomes)
+                    logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
+
+    async def end(self, key: str, index: int) -> None:
+        """The answer has reached a stop string, which the model does not see. Not known here: nothing."""
+        if key in self._ended:
+            self._ended[key].add(index)
 
     async def describe(self) -> ModelSpec:
         return self._engine.spec

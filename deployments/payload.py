@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,24 +54,3 @@ async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint
     """All pieces of a text, in order."""
     unpacked = await asyncio.gather(*map(unpack, payloads))
     return [piece for arrays in unpacked for piece in arrays.values()]
-
-
-@contextmanager
-def let_go_on_error(held: list[Any] | dict[str, Any]) -> Iterator[None]:
-    """What a failed or cancelled request had in hand is freed at once, and so is what is in `held`.
-
-    An error keeps the frames that it came through, with all their variables. Serve keeps errors in cycles,
-    so buffers and references would stay until the next full garbage collection, which can be minutes away.
-    """
-    try:
-        yield
-    except BaseException as error:
-        held.clear()
-        _forget(error)
-        raise
-
-
-def _forget(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

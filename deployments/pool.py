@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ray.serve.context import _get_serve_request_context
 
+from deployments.release import clear_frames
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -90,7 +92,9 @@ class _Job:
         try:
             self.future.set_result(self._context.run(self._function))
         except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+            clear_frames(error)  # the work's variables go with the work
             self.future.set_exception(error)
+            del self  # else the future, its error and this frame would keep each other, and the arguments
 
 
 class _Turns:

@@ -6,22 +6,21 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.chat_encoder import ChatEncoder
 from deployments.checkpoint import load_prompting
-from deployments.logs import log_refusals_in_one_line
 from deployments.metrics import publish, report_activity
 from deployments.pool import WorkPool
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, traced
 from deployments.types import Activity, Chat, Edges, Prompt, Text, TokenizerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class TokenizerConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TokenizerConfig(StageConfig):
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
     chat_template: str = ""  # a file; empty: the checkpoint's own
     threads: int = Field(default=1, ge=1)
@@ -32,7 +31,7 @@ class Tokenizer:
     """Renders the checkpoint's chat template and encodes it."""
 
     def __init__(self, config: TokenizerConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         self._pool = WorkPool(config.threads, config.niceness)
         # Fast tokenizers must not be used from several threads at once: each call borrows one.
         self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()
@@ -43,6 +42,7 @@ class Tokenizer:
         self._done = 0
         publish(lambda: report_activity(self._activity()))
 
+    @served
     async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
         """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
 
@@ -53,12 +53,14 @@ class Tokenizer:
         self._done += 1
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
 
+    @served
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """The ids of a bare text, in which the names of control tokens mean those tokens."""
         token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
         self._done += 1
         return Prompt(token_ids, [], service_ms=ms)
 
+    @served
     async def decode(self, token_ids: list[int]) -> Text:
         """The text with its control tokens. Raises InvalidRequest for an id that is no token."""
         (text, tokens), ms = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
@@ -73,6 +75,7 @@ class Tokenizer:
     def _activity(self) -> list[Activity]:
         return [Activity("tokenize", self._pool.queued, self._pool.in_flight, self._done)]
 
+    @traced("tokenize")
     def _borrow(
         self, method: Callable[Concatenate[ChatEncoder, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:

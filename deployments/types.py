@@ -87,6 +87,7 @@ class Media:
     num_bytes: int  # encoded size as fetched or sent
     mime: str  # by content, e.g. "image/png"
     service_ms: float = 0.0
+    fetch_ms: float = 0.0  # besides: waiting for its host
     video_metadata: dict[str, Any] | None = None  # {"total_num_frames", "fps", "frames_indices", "duration"}
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
     cached: bool = False

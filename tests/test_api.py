@@ -149,6 +149,18 @@ async def test_one_of_several_answers_reaches_a_stop_string(api: httpx.AsyncClie
     assert body["usage"]["completion_tokens"] < 24
 
 
+async def test_the_engine_spares_what_follows_a_stop_string(
+    graph: LocalGraph, api: httpx.AsyncClient
+) -> None:
+    request = chat("hello", n=2, **DREAMING, max_tokens=12)
+    first = (await api.post(COMPLETIONS, json=request)).json()["choices"][0]["message"]["content"]
+    before = (await graph.model.stats.remote()).generated_tokens
+    body = (await api.post(COMPLETIONS, json=request | {"stop": first[3:6], "max_tokens": 800})).json()
+    generated = (await graph.model.stats.remote()).generated_tokens - before
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] <= generated < body["usage"]["completion_tokens"] + 400
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs(api: httpx.AsyncClient, stream: bool) -> None:
     request = chat("hello", logprobs=True, top_logprobs=2, max_tokens=6, stream=stream)
@@ -419,11 +431,12 @@ async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -
     assert "still in MediaLoader when its 0.3 s were over" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
+async def stalls() -> AsyncIterator[bytes]:
+    yield b'{"messages"'
+    await asyncio.Event().wait()
 
+
+async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.1)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())
@@ -432,10 +445,6 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
 
 
 async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
-
     settings = dataclasses.replace(graph.settings, body_idle_timeout_s=0.05)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from typing import Any
 
@@ -92,11 +91,9 @@ async def test_headers_that_serve_cannot_read_are_dropped() -> None:
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         seen.extend(scope["headers"])
-        raise AssertionError
 
     headers = [(b"x-request-id", b"\xff\xfea"), (b"accept", b"*/*")]
-    with pytest.raises(AssertionError):
-        await GateMiddleware(application)({"type": "http", "headers": headers}, never, never)
+    await GateMiddleware(application)({"type": "http", "headers": headers}, never, never)
     assert seen == [(b"accept", b"*/*")]
 
 
@@ -106,24 +103,6 @@ ANSWER = [{"type": "http.response.start", "status": 413}, {"type": "http.respons
 async def refuses(scope: Any, receive: Any, send: Any) -> None:
     for message in ANSWER:
         await send(message)
-
-
-async def test_a_request_that_serve_does_not_answer_is_a_503() -> None:
-    async def silent(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
-
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await GateMiddleware(silent)({"type": "http", "headers": []}, receive, send)
-    assert sent[0]["status"] == 503
-    assert (b"retry-after", b"1") in sent[0]["headers"]
-    assert json.loads(sent[1]["body"])["error"]["code"] == "stage_unavailable"
 
 
 async def talk(receive: Any) -> list[tuple[bytes, bool]]:

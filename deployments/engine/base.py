@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,9 +43,16 @@ class Engine(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def submit(
-        self, prompt: Prompt, items: Sequence[EngineItem], sampling: SamplingParams
+        self,
+        prompt: Prompt,
+        items: Sequence[EngineItem],
+        sampling: SamplingParams,
+        ended: Set[int] = frozenset(),
     ) -> AsyncGenerator[Delta, None]:
         """The answers as they are generated; `items` are in the order of `prompt.placeholders`.
+
+        `ended`: answers, by index, that have all they need. The caller adds to it meanwhile; such an answer
+        gets a last delta, with "stop", within a token.
 
         The request joins the queue at the first step of the generator. Closing the generator cancels it:
         a request that waits never starts, one that runs stops within a token. Raises Overloaded where the

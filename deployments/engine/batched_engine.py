@@ -90,19 +90,29 @@ class BatchedEngine(ThreadedEngine):
                     return
                 self._join(request)
             request = None  # its arrays are in the object store as long as they are referred to
-            self._leave()
             self.step()
             self._deliver()
 
     def step(self) -> None:
         """A token for everyone who has read its prompt, and some more of the prompts that are being read."""
+        self._leave()
         chunks = self._scheduler.schedule()
         self._start(chunks)
         self._encode(chunks)
+        generating_s, reading_s, num_read = 0.0, 0.0, 0
         for batch in _batches(chunks):
-            for read, logits in self._forward(batch):
-                self._commit(read)
-                self._sample(read, logits)
+            start = time.perf_counter()
+            for done, logits in self._forward(batch):
+                self._commit(done)
+                self._sample(done, logits)
+            self._runner.wait()
+            seconds = time.perf_counter() - start
+            if batch[0].num_tokens == 1:
+                generating_s += seconds
+            else:
+                reading_s += seconds
+                num_read += sum(chunk.num_tokens for chunk in batch)
+        self._scheduler.pace.took(generating_s, reading_s, num_read)
         self._stats.steps += 1
 
     def _join(self, request: Request) -> None:
@@ -127,7 +137,12 @@ class BatchedEngine(ThreadedEngine):
             leader = leader or sequence
 
     def _leave(self) -> None:
-        for sequence in [each for each in self._scheduler if each.request.cancelled]:
+        for sequence in list(self._scheduler):
+            request = sequence.request
+            if sequence.index in request.ended:
+                self._tell(request, Delta([], "stop", sequence.index))
+            elif not request.cancelled:
+                continue
             self._scheduler.remove(sequence)
 
     def _start(self, chunks: list[Chunk]) -> None:
