@@ -55,9 +55,8 @@ class EmbeddingLoader:
 
         A cancelled or timed-out load stops where it is: before it begins, or between two slices of base64.
         """
-        about(source.param)
         stopped = threading.Event()
-        with let_go_on_error(source.sent):
+        with about(source.param), let_go_on_error(source.sent):
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._load(source, stopped)
