@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
-from app.readiness import Readiness
+from app.readiness import missing_stages
 
 
 @serve.ingress()
@@ -36,14 +37,16 @@ class Ingress:
             embeddings.ready.remote(),
         )
         self._settings = settings
+        self._handles = (tokenizer, media, embeddings, preprocessor, model)
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
         )
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
-        self._readiness = Readiness(serve.get_replica_context().app_name)
         # What start-up left behind lives as long as the replica: no collection need walk it again.
         gc.collect()
         gc.freeze()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._pipeline, self._tokenizer, lambda: self._readiness.reason, self._settings)
+        return create_app(
+            self._pipeline, self._tokenizer, partial(missing_stages, self._handles), self._settings
+        )

@@ -27,6 +27,7 @@ from deployments.errors import (
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
+from deployments.payload import INLINE_BYTES
 from deployments.types import (
     SECONDS,
     Delta,
@@ -304,7 +305,10 @@ class Pipeline:
 
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
-            media, loading = await self._load(source, terms.options, terms.deadline)
+            small = _is_small(source) and not terms.options.previews
+            media, loading = await self._load(source, terms.options, terms.deadline, in_message=small)
+            if small and media.payload.is_left_out and media.payload.nbytes:
+                media, loading = await self._load(source, terms.options, terms.deadline)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
             return replace(media, name=terms.name(item)), loading
@@ -333,13 +337,16 @@ class Pipeline:
         )
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
-    async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
-        load = self._stages.media.options(session_id=_place(source.url or _sample(source))).load
+    async def _load(
+        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool = False
+    ) -> Any:
+        stage = self._stages.media.options(
+            session_id=_place(source.url or _sample(source)), _by_reference=not in_message
+        )
+        options = replace(options, in_message=in_message)
+        attempt = partial(_call_in_time, stage.load, source, options, stage="MediaLoader", deadline=deadline)
         try:
-            return await once_more(
-                partial(_call_in_time, load, source, options, stage="MediaLoader", deadline=deadline),
-                on=ReplicaDied,
-            )
+            return await once_more(attempt, on=ReplicaDied)
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
 
@@ -425,6 +432,12 @@ async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline)
 def _place(key: Name | str) -> str:
     """Tells a router what belongs together; see `deployments.affinity`."""
     return key if isinstance(key, str) else "\0".join(key)
+
+
+def _is_small(source: MediaSource) -> bool:
+    """A guess, before it is decoded: a JPEG or MP3 grows about eightfold."""
+    is_still = source.modality != Modality.VIDEO and source.kind == "data"
+    return is_still and sum(payload.nbytes for payload in source.payloads) <= INLINE_BYTES // 8
 
 
 def _sample(source: MediaSource) -> str:

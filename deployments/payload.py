@@ -27,13 +27,12 @@ INLINE_BYTES = 256 * 1024
 _COPYING = ThreadPoolExecutor(2, thread_name_prefix="copy", initializer=lower_priority, initargs=(19,))
 
 
-async def pack(arrays: Arrays) -> Payload:
-    """Large arrays are copied once into the object store, in a thread: the copy must not stop the loop."""
+def pack(arrays: Arrays) -> Payload:
+    """Large arrays are copied once into the object store: not on an event loop, which the copy would stop."""
     nbytes = sum(array.nbytes for array in arrays.values())
     if nbytes <= INLINE_BYTES or not ray.is_initialized():
         return Payload(nbytes, inline=pickle.dumps(arrays, protocol=5))
-    loop = asyncio.get_running_loop()
-    return Payload(nbytes, ref=await loop.run_in_executor(_COPYING, ray.put, arrays))
+    return Payload(nbytes, ref=ray.put(arrays))
 
 
 async def unpack(payload: Payload) -> Arrays:
@@ -50,7 +49,10 @@ async def unpack(payload: Payload) -> Arrays:
 
 async def pack_pieces(pieces: Sequence[bytes]) -> Payload:
     """One text in pieces, as uint8[n] each: they are copied once, into the store, and not joined before."""
-    return await pack({str(i): np.frombuffer(piece, np.uint8) for i, piece in enumerate(pieces)})
+    arrays = {str(i): np.frombuffer(piece, np.uint8) for i, piece in enumerate(pieces)}
+    if sum(map(len, pieces)) <= INLINE_BYTES:
+        return pack(arrays)
+    return await asyncio.get_running_loop().run_in_executor(_COPYING, pack, arrays)
 
 
 async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint8]]:
