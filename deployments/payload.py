@@ -17,9 +17,9 @@ import ray
 from deployments.pool import lower_priority
 from deployments.types import Arrays, Payload
 
-# In the message up to here. Milliseconds from replica to replica, in the message and by reference (see
-# scripts/bench_payload.py): 64 KiB 5.4 / 7.2, 128 KiB 10.1 / 10.3, 256 KiB 9.0 / 8.1, 1 MiB 11.7 / 8.6, 4 MiB
-# 17.1 / 11.8. Beyond 100 KB Ray itself stores a message, on the thread that sends it.
+# In the message up to here. Milliseconds from replica to replica, in a message of gRPC and by reference through
+# Ray (see scripts/bench_payload.py): 64 KiB 7.8 / 12.1, 128 KiB 5.7 / 9.8, 256 KiB 6.9 / 10.1, 512 KiB 12.0 /
+# 11.7, 1 MiB 15.5 / 11.8, 2 MiB 30.0 / 17.0.
 INLINE_BYTES = 256 * 1024
 
 
