@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer
 
-from app import __version__, gate
+from app import __version__, gate, observe
 from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
@@ -43,8 +45,16 @@ from app.protocol import (
     parse_as,
     parse_chat_request,
 )
-from deployments.errors import InvalidRequest, ModelNotFound, RequestTooLarge, ServingError
-from deployments.payload import let_go_on_error
+from app.timings import Timings, of_stages, server_timing
+from deployments import tracing
+from deployments.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    RequestTooLarge,
+    ServingError,
+    UnsupportedEncoding,
+)
+from deployments.release import let_go_on_error
 from deployments.types import Delta, Modality
 
 logger = logging.getLogger("ray.serve")
@@ -73,6 +83,7 @@ class ApiSettings:
     page: bool = True  # at /
     api_keys: tuple[bytes, ...] = ()  # their digests; none: everybody may ask
     cors_allow_origins: list[str] = field(default_factory=list)
+    otlp_endpoint: str = ""  # where spans go; see deployments/tracing.py
 
     @property
     def off(self) -> dict[str, str]:
@@ -89,7 +100,7 @@ class Json(Response):
 
 
 def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
-    app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False)
+    app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False, telemetry=_telemetry())
     started = int(time.time())
     media_defaults = media_options(settings.media_io_kwargs, pipeline.media_options)
     model_card = {
@@ -102,23 +113,30 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     in_flight = InFlight(settings.max_inflight_body_bytes)
 
+    def begin(http: Request) -> Deadline:
+        tracing.tell(request_id=http.headers.get("x-request-id", ""))
+        return Deadline(settings.timeout_s, gate.arrival(http.scope))
+
     async def with_body(http: Request, deadline: Deadline, use: UseBody[T]) -> tuple[T, float]:
-        """What `use` makes of the body, which is let go of here, and the milliseconds of the intake."""
-        with in_flight.share() as hold, let_go_on_error([]):
+        """What `use` makes of the body, which is let go of here, and the milliseconds until it was there."""
+        with in_flight.share() as hold, let_go_on_error():
             return await read_and_use(http, hold, deadline, use)
 
     async def read_and_use(
         http: Request, hold: Callable[[int], None], deadline: Deadline, use: UseBody[T]
     ) -> tuple[T, float]:
-        start = time.perf_counter()
-        body = await read(http, hold, deadline)
-        document = parse(body)
-        intake_ms = (time.perf_counter() - start) * 1000
+        with tracing.span("intake"), observe.intake():
+            body = await read(http, hold, deadline)
+            tracing.tell(num_bytes=body.num_bytes)
+            document = parse(body)
+        observe.body(body.num_bytes)
+        intake_ms = deadline.ms()
         return await use(document, body.strings), intake_ms
 
     async def read(http: Request, hold: Callable[[int], None], deadline: Deadline) -> Body:
         try:
             check_origin(http)
+            check_encoding(http)
             check_length(http)
             return await read_body(
                 _chunks(http),
@@ -136,6 +154,11 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         is_json = http.headers.get("content-type", "").startswith("application/json")
         if "origin" in http.headers and not is_json:
             raise InvalidRequest("A web page must send Content-Type: application/json.")
+
+    def check_encoding(http: Request) -> None:
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedEncoding("Send the body as it is, without a Content-Encoding.")
 
     def check_length(http: Request) -> None:
         """Before the first byte, where the client tells the length."""
@@ -166,41 +189,39 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
-        deadline = Deadline(settings.timeout_s)
-        (request, prepared), _ = await with_body(http, deadline, partial(prepare, deadline))
-        answer = Answer(pipeline, prepared, request, tokenizer, deadline, settings.model_name)
+        deadline = begin(http)
+        (request, prepared), intake_ms = await with_body(http, deadline, partial(prepare, deadline))
+        timings = Timings(deadline, intake_ms, prepared)
+        answer = Answer(pipeline, timings, request, tokenizer, settings.model_name)
         if not request.stream:
-            return Json(await answer.whole())
+            whole = await answer.whole()
+            return Json(whole, headers=timings.header())
         events = answer.events()
         first = await anext(events)  # what fails before the first token still gets a status of its own
-        return StreamingResponse(_sse(first, events), media_type="text/event-stream", headers=_NO_BUFFERING)
+        headers = _NO_BUFFERING | timings.first_header()
+        return StreamingResponse(_sse(first, events), media_type="text/event-stream", headers=headers)
 
     @app.post("/v1/chat/completions/render")
     async def render(http: Request) -> Response:
-        start = time.perf_counter()
-        deadline = Deadline(settings.timeout_s)
+        deadline = begin(http)
         (_, prepared), intake_ms = await with_body(http, deadline, partial(prepare, deadline))
-        total_ms = (time.perf_counter() - start) * 1000
-        timings = {
-            "intake": round(intake_ms, 3),
-            "tokenize": asdict(prepared.tokenize),
-            "total": round(total_ms, 3),
-        }
-        return Json(rendered(prepared, settings.model_name, timings))
+        timings = Timings(deadline, intake_ms, prepared)
+        return Json(rendered(timings, settings.model_name), headers=timings.header())
 
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
         """Of a bare text, or of a conversation as the model gets it, its media included."""
-        deadline = Deadline(settings.timeout_s)
-        (token_ids, wants_strings), _ = await with_body(http, deadline, partial(encode, deadline))
-        return Json(
-            {
-                "count": len(token_ids),
-                "max_model_len": pipeline.limits.max_model_len,
-                "tokens": token_ids,
-                "token_strs": (await pipeline.decode(token_ids, deadline)).tokens if wants_strings else None,
-            }
-        )
+        deadline = begin(http)
+        (token_ids, wants_strings), intake_ms = await with_body(http, deadline, partial(encode, deadline))
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": pipeline.limits.max_model_len,
+            "tokens": token_ids,
+            "token_strs": (await pipeline.decode(token_ids, deadline)).tokens if wants_strings else None,
+        }
+        total_ms = deadline.ms()
+        phases = {"intake": intake_ms, "tokenize": total_ms - intake_ms, "total": total_ms}
+        return Json(answer, headers=server_timing(phases))
 
     async def encode(
         deadline: Deadline, document: dict[str, Any], strings: Strings
@@ -216,7 +237,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        deadline = Deadline(settings.timeout_s)
+        deadline = begin(http)
         text, _ = await with_body(http, deadline, partial(decode, deadline))
         return Json({"prompt": text})
 
@@ -246,12 +267,17 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         reason = unready()
         return Json({"status": "ok"}) if reason is None else Json({"status": reason}, 503)
 
+    @app.get("/stages")
+    async def stages() -> Response:
+        return Json(await pipeline.watch.told())
+
     @app.get("/version")
     async def version() -> Response:
         return Json({"version": __version__})
 
     @app.exception_handler(ServingError)
     async def serving_error(http: Request, error: ServingError) -> Response:
+        tracing.tell(**{"error.type": type(error).__name__})
         response = _error_response(error)
         if getattr(http.state, "unread", False):
             response.headers["Connection"] = "close"  # else the client sends the rest before it reads
@@ -263,12 +289,18 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         envelope = error_envelope(message, "invalid_request_error", None, None)
         return Json(envelope, error.status_code, error.headers)
 
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(http: Request, error: ClientDisconnect) -> Response:
+        logger.info("the client left before its request had come")
+        return Response(status_code=499)  # to nobody; the number stands in the log
+
     @app.exception_handler(Exception)
     async def bug(http: Request, error: Exception) -> Response:
         return _error_response(_BUG)
 
     if settings.page:
         add_page(app)
+    app.add_middleware(observe.RequestTimes)
     protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
@@ -279,22 +311,22 @@ class Answer:
     def __init__(
         self,
         pipeline: Pipeline,
-        prepared: Prepared,
+        timings: Timings,
         request: ChatRequest,
         tokenizer: Tokenizer,
-        deadline: Deadline,
         model: str,
     ) -> None:
+        prepared = timings.prepared
         room = pipeline.limits.max_model_len - len(prepared.token_ids)
         self._sampling = sampling_params(request, room, pipeline.limits)
         self._pipeline = pipeline
-        self._prepared = prepared
+        self._timings = timings
         self._request = request
         self._tokenizer = tokenizer
-        self._deadline = deadline
         self._texts = [TextStream(tokenizer, request.stop, request.min_tokens) for _ in range(request.n)]
         self._writer = ChatWriter(model)
         self._usage = Usage(len(prepared.token_ids), prepared.media_tokens())
+        self._left = set(range(request.n))  # answers that have not ended
 
     async def whole(self) -> dict[str, Any]:
         parts: list[list[_Piece]] = [[] for _ in self._texts]
@@ -302,7 +334,7 @@ class Answer:
             async for piece in pieces:
                 parts[piece.index].append(piece)
         choices = [self._choice(part) for part in parts]
-        return self._writer.completion(choices, self._usage)
+        return self._writer.completion(choices, self._usage) | self._told_timings()
 
     def _choice(self, part: list[_Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in part)
@@ -312,8 +344,11 @@ class Answer:
         return self._writer.choice(part[-1].index, text, part[-1].finish_reason or "stop", logprobs)
 
     async def events(self) -> AsyncGenerator[dict[str, Any]]:
-        """Chunks in OpenAI's order: the role, the text, the finish reason, the usage if asked for."""
-        writer, begun = self._writer, set()
+        """Chunks in OpenAI's order: the role, the text, the finish reason, the usage if asked for.
+
+        Timings are in the very last one.
+        """
+        writer, begun, usage = self._writer, set(), self._request.stream_options.include_usage
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 index = piece.index
@@ -323,16 +358,23 @@ class Answer:
                 if piece.text or piece.logprobs:
                     yield writer.chunk(index, {"content": piece.text}, logprobs=piece.logprobs)
                 if piece.finish_reason:
-                    yield writer.chunk(index, {}, piece.finish_reason)
-        if self._request.stream_options.include_usage:
-            yield writer.usage_chunk(self._usage)
+                    end = writer.chunk(index, {}, piece.finish_reason)
+                    yield end if usage or self._left else end | self._told_timings()
+        if usage:
+            yield writer.usage_chunk(self._usage) | self._told_timings()
+
+    def _told_timings(self) -> dict[str, Any]:
+        return {"timings_ms": self._timings.with_items()} if self._request.timings else {}
 
     async def _pieces(self) -> AsyncGenerator[_Piece]:
         """Text as it becomes certain; the last piece of each answer has its finish reason."""
-        left = set(range(len(self._texts)))
-        stream = self._pipeline.generate(self._prepared, self._sampling, self._deadline)
+        left, key = self._left, self._writer.id
+        stream = self._pipeline.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
+        times = observe.TokenTimes()
         async with aclosing(stream) as deltas:
             async for delta in deltas:
+                self._timings.saw(delta)
+                times.saw(delta)
                 self._usage.cached_tokens = max(self._usage.cached_tokens, delta.cached_tokens)
                 if delta.index not in left:
                     continue  # what comes after a stop string, while other answers go on
@@ -342,6 +384,8 @@ class Answer:
                 yield piece
                 if not left:
                     return
+                if piece.finish_reason and not delta.finish_reason:
+                    await self._pipeline.end(key, piece.index)
 
     def _piece(self, delta: Delta) -> _Piece:
         stream = self._texts[delta.index]
@@ -369,8 +413,9 @@ class _Piece:
     finish_reason: str | None
 
 
-def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[str, Any]:
+def rendered(timings: Timings, model: str) -> dict[str, Any]:
     """What the model would get, without asking it."""
+    prepared = timings.prepared
     items = [
         {
             "index": index,
@@ -386,7 +431,7 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
                 for name, (shape, dtype) in entry.features.shapes.items()
             },
             "cached": (entry.media and entry.media.cached) or entry.features.cached,
-            "timings_ms": {stage: asdict(timing) for stage, timing in entry.timings.items()},
+            "timings_ms": of_stages(entry.timings),
         }
         | ({"previews": entry.media.previews} if entry.media and entry.media.previews else {})
         for index, (entry, span) in enumerate(zip(prepared.items, prepared.spans, strict=True))
@@ -397,7 +442,19 @@ def rendered(prepared: Prepared, model: str, timings: dict[str, Any]) -> dict[st
         "prompt_token_ids": prepared.token_ids,
         "num_prompt_tokens": len(prepared.token_ids),
         "items": items,
-        "timings_ms": timings,
+        "timings_ms": timings.to_json(),
+    }
+
+
+def _telemetry() -> TelemetryConfig:
+    """FastAPI's own span of what is posted; probes and the page would drown it."""
+    return {
+        "tracing": tracing.provider is not None,
+        "tracer_provider": tracing.provider,
+        "operation_spans": False,
+        "metrics": False,
+        "logs": False,
+        "exclude": lambda scope: scope.get("method") != "POST",
     }
 
 
@@ -418,10 +475,14 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
             async for chunk in rest:
                 yield _event(chunk)
         except ServingError as error:
+            tracing.failed(error)
+            observe.stream_failed(error.status)
             yield _event(_envelope(error))
             return
-        except Exception:  # the border of a stream, as `bug` is that of an answer
+        except Exception as error:  # the border of a stream, as `bug` is that of an answer
+            tracing.failed(error)
             logger.exception("a stream broke")
+            observe.stream_failed(_BUG.status)
             yield _event(_envelope(_BUG))
             return
     yield b"data: [DONE]\n\n"

@@ -74,7 +74,7 @@ def protect(app: FastAPI, digests: Sequence[bytes], allow_origins: Sequence[str]
             allow_origins=allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "server-timing"],
         )
 
 

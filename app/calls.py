@@ -10,26 +10,38 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from app.observe import calling
+from deployments import tracing
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
+from deployments.metrics import CALL_QUEUE, CALL_RETRIES, CALL_SERVICE
+from deployments.release import collect_soon
 
 T = TypeVar("T")
+TEXT = "text"  # the modality of calls about no item
+_TOLD_S = 1  # a replica that does not answer holds nobody up for longer
 logger = logging.getLogger("ray.serve")
 
 
 class Deadline:
-    """One per request; every stage gets what is left of it."""
+    """One per request: the clock that all its times are read from; every stage gets what is left of it."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, came: float | None = None) -> None:
+        """`came`: when the request did, by `time.perf_counter`; None: now, from when the deadline counts."""
         self.timeout_s = timeout_s
+        self._came = time.perf_counter() if came is None else came
         self._at = time.monotonic() + timeout_s
+
+    def ms(self) -> float:
+        """Since the request came."""
+        return (time.perf_counter() - self._came) * 1000
 
     def left_s(self) -> float:
         return max(0.0, self._at - time.monotonic())
@@ -41,57 +53,115 @@ class Deadline:
         )
 
 
-class ReplicaDied(StageUnavailable):
+class Broken(StageUnavailable):
+    """A call that may succeed when it is made again. It stays in this process."""
+
+    def __init__(self, message: str, stage: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class ReplicaDied(Broken):
     """The replica that worked on the call is gone; the call may be tried again elsewhere."""
 
 
-class InputLost(StageUnavailable):
+class InputLost(Broken):
     """An array that the call refers to went with the process that held it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one call: `service` at work in the stage, `queue` all else (waiting, transport)."""
+    """Milliseconds of one call: `service` at work in the stage, `fetch` waiting for the item's host, `queue`
+    all else (waiting, transport). Together they are the whole call; `start` is since the request came.
+    """
 
+    start: float
     queue: float
     service: float
+    fetch: float = 0.0
 
     @classmethod
-    def of(cls, wall_ms: float, service_ms: float) -> Timing:
-        return cls(round(max(0.0, wall_ms - service_ms), 3), round(service_ms, 3))
+    def of(cls, start: float, end: float, service_ms: float, fetch_ms: float = 0.0) -> Timing:
+        """Who joined work that was under way waited for the last part of it only."""
+        wall = end - start
+        service = min(service_ms, wall)
+        fetch = min(fetch_ms, wall - service)
+        return cls(start, wall - service - fetch, service, fetch)
+
+    @property
+    def end(self) -> float:
+        return self.start + self.queue + self.fetch + self.service
+
+    def to_json(self) -> dict[str, float]:
+        fetch = {"fetch": self.fetch} if self.fetch else {}
+        told = {"start": self.start, "queue": self.queue, **fetch, "service": self.service}
+        return {name: round(ms, 3) for name, ms in told.items()}
 
 
-async def call(method: Any, *args: Any, stage: str, deadline: Deadline) -> tuple[Any, Timing]:
-    """The stage's record (which tells its `service_ms`) and where the time went.
+def without_gaps(start: float, timings: Iterable[Timing]) -> list[Timing]:
+    """What passed between calls, in this process or with one that failed, was waiting for the next one."""
+    closed = []
+    for timing in timings:
+        closed.append(replace(timing, start=start, queue=timing.queue + timing.start - start))
+        start = timing.end
+    return closed
+
+
+async def call(
+    method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
+) -> tuple[Any, Timing]:
+    """The stage's record, which tells its `service_ms` (and `fetch_ms`), and where the time went.
 
     Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
     """
-    start = time.perf_counter()
-    response = method.remote(*args)
-    with _translated(response, stage, deadline):
-        async with asyncio.timeout(deadline.left_s()):
-            record = await _awaited(response)
-    return record, Timing.of((time.perf_counter() - start) * 1000, record.service_ms)
-
-
-async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncGenerator[Any]:
-    """The stage's stream; leaving it early, for whatever reason, ends it there too."""
-    responses = method.remote(*args)
-    with _translated(responses, stage, deadline):
-        while True:
+    start = deadline.ms()
+    with calling(stage, modality), tracing.calling(stage) as context:
+        response = method.remote(*args, **context)
+        with _translated(response, stage, deadline):
             async with asyncio.timeout(deadline.left_s()):
-                delta = await _awaited(anext(responses, None))
-            if delta is None:
-                return
-            yield delta
+                record = await _awaited(response)
+    timing = Timing.of(start, deadline.ms(), record.service_ms, getattr(record, "fetch_ms", 0.0))
+    CALL_QUEUE.observe(timing.queue / 1000, stage, modality)
+    CALL_SERVICE.observe((timing.fetch + timing.service) / 1000, stage, modality)
+    return record, timing
 
 
-async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[ServingError]) -> T:
+async def stream(
+    method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
+) -> AsyncGenerator[Any]:
+    """The stage's stream of Delta; leaving it early, for whatever reason, ends it there too."""
+    start, queue_ms = deadline.ms(), None
+    with calling(stage, modality), tracing.calling(stage) as context:
+        responses = method.remote(*args, **context)
+        try:
+            with _translated(responses, stage, deadline):
+                while True:
+                    async with asyncio.timeout(deadline.left_s()):
+                        delta = await _awaited(anext(responses, None))
+                    if delta is None:
+                        return
+                    if queue_ms is None:
+                        queue_ms = delta.queue_ms
+                    yield delta
+        finally:
+            if queue_ms is not None:
+                CALL_QUEUE.observe(queue_ms / 1000, stage, modality)
+                CALL_SERVICE.observe((deadline.ms() - start - queue_ms) / 1000, stage, modality)
+
+
+async def tell_all(handle: Any, method: str, *args: Any) -> None:
+    """To every replica that can be reached: what helps when it arrives and is not missed when it does not."""
+    with suppress(TimeoutError, DeploymentUnavailableError):
+        await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
+
+
+async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:
     """One retry of an idempotent call."""
     try:
         return await attempt()
     except on as error:
         logger.warning("%s Trying once more.", error.message)
+        CALL_RETRIES.add(1, error.stage, type(error).__name__)
         return await attempt()
 
 
@@ -132,6 +202,7 @@ def _translated(response: Any, stage: str, deadline: Deadline) -> Iterator[None]
         yield
     except BaseException as error:
         response.cancel()
+        collect_soon()  # Serve keeps the call with its arguments in a cycle
         if isinstance(error, TimeoutError):
             raise deadline.passed(stage) from None
         if isinstance(error, _FOREIGN):
@@ -153,13 +224,14 @@ def _mapped(error: Exception, stage: str) -> Exception:
         case BackPressureError():
             return Overloaded(f"Too many requests are waiting for {stage}. Try again later.")
         case ObjectLostError():
-            return InputLost(f"{stage} lost an input of the request. Try again.")
+            return InputLost(f"{stage} lost an input of the request. Try again.", stage)
         case RayActorError() | DeploymentUnavailableError():
-            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case grpc.aio.AioRpcError() if cause.code() == grpc.StatusCode.UNAVAILABLE:
-            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case TaskCancelledError():
             return StageUnavailable(f"{stage} was stopped during the request. Try again.")
         case _:
-            logger.error("%s failed", stage, exc_info=error)
+            told = isinstance(error, RayTaskError)  # with its traceback, by the stage itself
+            logger.error("%s failed", stage, exc_info=None if told else error)
             return ServingError(f"{stage} failed on this request; the server's log says why.")

@@ -20,6 +20,7 @@ from deployments.preprocess import PreprocessConfig
 from deployments.tokenizer import TokenizerConfig
 from deployments.types import Modality
 
+_STAGES = ("media", "embeddings", "tokenizer", "preprocess", "engine")
 _OF_TEMPLATE = ("tokenizer", "preprocess")
 _OF_MODEL = ("tokenizer", "preprocess", "engine")  # stages that load the checkpoint
 
@@ -47,6 +48,7 @@ class AppConfig(BaseModel):
     cors_allow_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = Field(
         default_factory=list
     )  # pages of these origins may ask; *: all
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # of a collector of traces
 
     media: MediaConfig = Field(default_factory=MediaConfig)
     embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
@@ -57,8 +59,8 @@ class AppConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_model(cls, data: Any) -> Any:
-        """The stages that load the checkpoint all get the one `model`, and those that write prompts the one
-        `chat_template`.
+        """The stages that load the checkpoint all get the one `model`, those that write prompts the one
+        `chat_template`, and all the one `otlp_endpoint`.
         """
         if not isinstance(data, dict):
             return data
@@ -72,6 +74,9 @@ class AppConfig(BaseModel):
                 raise ValueError(f"chat_template: there is no file {template!r}")
             for stage in _OF_TEMPLATE:
                 stages[stage]["chat_template"] = str(Path(template).expanduser().resolve())
+        if endpoint := data.get("otlp_endpoint"):
+            for stage in _STAGES:
+                stages[stage] = {**data.get(stage, {}), **stages.get(stage, {}), "otlp_endpoint": endpoint}
         return {**data, **stages}
 
     @field_validator("api_keys_file")
@@ -104,4 +109,5 @@ class AppConfig(BaseModel):
             self.page,
             key_digests(self.api_keys_file),
             self.cors_allow_origins,
+            self.otlp_endpoint,
         )

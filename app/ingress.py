@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,9 @@ from tokenizers import Tokenizer
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import missing_stages
+from deployments import tracing
+from deployments.metrics import publish
+from deployments.release import freeze_start_up
 
 
 @serve.ingress()
@@ -36,15 +38,16 @@ class Ingress:
             media.ready.remote(),
             embeddings.ready.remote(),
         )
+        tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings
         self._handles = (tokenizer, media, embeddings, preprocessor, model)
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
         )
+        self._pipeline.watch.start()
+        publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
-        # What start-up left behind lives as long as the replica: no collection need walk it again.
-        gc.collect()
-        gc.freeze()
+        freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(

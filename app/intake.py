@@ -14,8 +14,6 @@ Of equal keys in one object the last one counts, as in Python's `json`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import math
 import re
 import secrets
@@ -32,7 +30,9 @@ import numpy as np
 import orjson
 
 from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
+from deployments.metrics import BYTES_IN_FLIGHT
 from deployments.payload import pack_pieces
+from deployments.release import collect_soon
 from deployments.types import Payload
 
 LONG_STRING_BYTES = 64 * 1024
@@ -166,30 +166,23 @@ class InFlight:
         def hold(num_bytes: int) -> None:
             nonlocal held
             self.check(num_bytes - held)
-            self.num_bytes += num_bytes - held
+            self._add(num_bytes - held)
             held = num_bytes
 
         try:
             yield hold
         finally:
-            self.num_bytes -= held
+            self._add(-held)
             if held >= SEGMENT_BYTES and self.num_bytes == 0:
-                asyncio.get_running_loop().run_in_executor(None, _give_back)
+                collect_soon()
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        BYTES_IN_FLIGHT.set(self.num_bytes)
 
     def check(self, more: int) -> None:
         if self.num_bytes + more > self._max_bytes:
             raise Overloaded("The bodies of other requests take all the memory for them. Try again later.")
-
-
-def _give_back() -> None:
-    """What cycles hold of large bodies is freed now, and what the allocator keeps goes back to the system.
-
-    Serve keeps errors in cycles, and an idle process collects none. What was there at the start is frozen
-    (app/ingress.py), so that a collection has little to walk.
-    """
-    gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
 
 
 async def read_body(

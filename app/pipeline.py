@@ -11,10 +11,24 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from app.calls import Deadline, InputLost, ReplicaDied, Timing, call, gather_all, once_more, stream
+from app.calls import (
+    TEXT,
+    Deadline,
+    InputLost,
+    ReplicaDied,
+    Timing,
+    call,
+    gather_all,
+    once_more,
+    stream,
+    tell_all,
+    without_gaps,
+)
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from app.protocol import Numbers
+from app.stages import Watch
+from deployments import tracing
 from deployments.errors import (
     InvalidMedia,
     InvalidRequest,
@@ -24,6 +38,7 @@ from deployments.errors import (
     ServingError,
     UnsupportedMedia,
 )
+from deployments.metrics import CALL_BYTES_IN, CALL_BYTES_OUT
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
@@ -97,6 +112,7 @@ class Prepared:
     token_ids: list[int]  # the prompt with each placeholder replaced by its item's tokens
     spans: list[Span]  # per item: where its tokens lie in token_ids
     tokenize: Timing
+    ready: float  # ms since the request came
 
     @property
     def features(self) -> list[MMFeatures]:
@@ -180,6 +196,15 @@ class _Terms:
 class Pipeline:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
+        self.watch = Watch(
+            {
+                "Tokenizer": stages.tokenizer,
+                "MediaLoader": stages.media,
+                "EmbeddingLoader": stages.embeddings,
+                "MMPreprocessor": stages.preprocessor,
+                "Model": stages.model,
+            }
+        )
         self.limits = stages.limits
         self.media_options = stages.inputs.options
 
@@ -201,31 +226,45 @@ class Pipeline:
             options, parsed.settings, deadline, budget, _Room(self.limits.max_model_len), parsed.salt
         )
         groups = _groups(parsed.items, self._stages.inputs.together)
-        pending = (self._prepare_group(group, terms) for group in groups)
+        start = deadline.ms()
+        pending = (self._prepare_traced(group, terms) for group in groups)
         results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), done = results[0], results[1:]
         by_param = {prepared.item.param: prepared for group in done for prepared in group}
-        items = [by_param[item.param] for item in parsed.items]
+        items = [_timed_from(start, by_param[item.param]) for item in parsed.items]
+        tokenize = without_gaps(start, [tokenize])[0]
         if any(any(prepared.features.edges) for prepared in items):
             # Texts of the items grow together with those around them: the prompt is encoded with both.
             edges = [prepared.features.edges for prepared in items]
-            prompt, tokenize = await self._encode(parsed, deadline, edges)
+            prompt, _ = await self._encode(parsed, deadline, edges)
         self._check_length(len(prompt.token_ids) + sum(p.features.length - 1 for p in items), items)
         token_ids, spans = expand(prompt, [prepared.features for prepared in items])
-        return Prepared(prompt, items, token_ids, spans, tokenize)
+        return Prepared(prompt, items, token_ids, spans, tokenize, deadline.ms())
 
     def generate(
-        self, prepared: Prepared, sampling: SamplingParams, deadline: Deadline
+        self, prepared: Prepared, sampling: SamplingParams, key: str, deadline: Deadline
     ) -> AsyncGenerator[Delta]:
-        """Closing the iterator ends the generation in the model's stage."""
+        """Closing the iterator ends the generation in the model's stage. `key` is the request's own."""
         num_bytes = 8 * len(prepared.prompt.token_ids)
         num_bytes += sum(features.payload.nbytes for features in prepared.features)
         has_references = any(features.payload.ref is not None for features in prepared.features)
         by_reference = has_references or num_bytes > _GRPC_BYTES
         generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate
+        modality = "media" if prepared.items else TEXT
         return stream(
-            generate, prepared.prompt, prepared.features, sampling, stage="Model", deadline=deadline
+            generate,
+            prepared.prompt,
+            prepared.features,
+            sampling,
+            key,
+            stage="Model",
+            deadline=deadline,
+            modality=modality,
         )
+
+    async def end(self, key: str, index: int) -> None:
+        """Of a request's answers this one gets no more tokens, whichever replica it is in."""
+        await tell_all(self._stages.model, "end", key, index)
 
     async def reset_caches(self) -> None:
         """Nothing that came in before is remembered in any replica."""
@@ -257,6 +296,16 @@ class Pipeline:
         return await once_more(
             lambda: call(encode, parsed.chat, edges, stage="Tokenizer", deadline=deadline), on=ReplicaDied
         )
+
+    async def _prepare_traced(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
+        param = ", ".join(item.param for item in items)
+        with tracing.span("item", param=param, modality=items[0].modality or "prompt"):
+            prepared = await self._prepare_group(items, terms)
+            tracing.tell(
+                num_bytes=sum(each.num_bytes for each in prepared),
+                num_tokens=sum(each.features.num_tokens for each in prepared),
+            )
+            return prepared
 
     async def _prepare_group(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
         """One item, or several that are preprocessed in one call; see `InputSpec.together`."""
@@ -305,13 +354,11 @@ class Pipeline:
 
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
-            small = _is_small(source) and not terms.options.previews
-            media, loading = await self._load(source, terms.options, terms.deadline, in_message=small)
-            if small and media.payload.is_left_out and media.payload.nbytes:
-                media, loading = await self._load(source, terms.options, terms.deadline)
+            in_message = _is_small(source) and not terms.options.previews
+            media, loading = await self._load(source, terms.options, terms.deadline, in_message)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
-            return replace(media, name=terms.name(item)), loading
+            return replace(media, name=terms.name(item), param=item.param), loading
         except ServingError as error:
             error.param = error.param or item.param
             raise
@@ -321,7 +368,15 @@ class Pipeline:
         assert name is not None
         recall = self._stages.preprocessor.options(session_id=_place(name)).recall
         record, timing = await once_more(
-            lambda: call(recall, name, terms.settings, stage="MMPreprocessor", deadline=terms.deadline),
+            partial(
+                call,
+                recall,
+                name,
+                terms.settings,
+                stage="MMPreprocessor",
+                deadline=terms.deadline,
+                modality=name.modality,
+            ),
             on=ReplicaDied,
         )
         return PreparedItem(item, record.features, {"recall": timing}, record.media.num_bytes, record.media)
@@ -331,24 +386,40 @@ class Pipeline:
         num_bytes = item.num_bytes
         item = replace(item, tensors={})  # it lives as long as the answer
         load = self._stages.embeddings.load
+        modality = item.modality or "prompt"
         features, timing = await once_more(
-            partial(_call_in_time, load, source, stage="EmbeddingLoader", deadline=deadline),
+            partial(
+                _call_in_time, load, source, stage="EmbeddingLoader", deadline=deadline, modality=modality
+            ),
             on=ReplicaDied,
         )
+        _count_bytes("EmbeddingLoader", modality, num_bytes, features.payload.nbytes)
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
     async def _load(
-        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool = False
-    ) -> Any:
+        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool
+    ) -> tuple[Media, Timing]:
         stage = self._stages.media.options(
             session_id=_place(source.url or _sample(source)), _by_reference=not in_message
         )
         options = replace(options, in_message=in_message)
-        attempt = partial(_call_in_time, stage.load, source, options, stage="MediaLoader", deadline=deadline)
+        attempt = partial(
+            _call_in_time,
+            stage.load,
+            source,
+            options,
+            stage="MediaLoader",
+            deadline=deadline,
+            modality=source.modality,
+        )
         try:
-            return await once_more(attempt, on=ReplicaDied)
+            media, timing = await once_more(attempt, on=ReplicaDied)
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
+        if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
+            return await self._load(source, options, deadline, in_message=False)
+        _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
+        return media, timing
 
     async def _process(self, items: list[Media], terms: _Terms) -> tuple[list[MMFeatures], Timing]:
         first, *others = items
@@ -356,10 +427,19 @@ class Pipeline:
         method, media = (stage.process_together, items) if others else (stage.process, first)
 
         attempt = partial(
-            _call_in_time, method, media, terms.settings, stage="MMPreprocessor", deadline=terms.deadline
+            _call_in_time,
+            method,
+            media,
+            terms.settings,
+            stage="MMPreprocessor",
+            deadline=terms.deadline,
+            modality=first.modality,
         )
         record, timing = await once_more(attempt, on=ReplicaDied)
-        return record.features if others else [record], timing
+        batch = record.features if others else [record]
+        for each, features in zip(items, batch, strict=True):
+            _count_bytes("MMPreprocessor", each.modality, each.payload.nbytes, features.payload.nbytes)
+        return batch, timing
 
     def _check_settings(self, parsed: ParsedChat) -> None:
         inputs = self._stages.inputs
@@ -396,7 +476,7 @@ class Pipeline:
         used = {embeds_name(item.modality), form.grid, *(SECONDS if form.seconds else ())}
         sent = {name: await _as_sent(tensor) for name, tensor in item.tensors.items() if name in used}
         assert self.limits.hidden_size is not None
-        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size)
+        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size, item.param)
 
     def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
@@ -421,12 +501,22 @@ class Pipeline:
             )
 
 
-async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline) -> Any:
+def _timed_from(start: float, prepared: PreparedItem) -> PreparedItem:
+    timings = without_gaps(start, prepared.timings.values())
+    return replace(prepared, timings=dict(zip(prepared.timings, timings, strict=True)))
+
+
+def _count_bytes(stage: str, modality: str, bytes_in: int, bytes_out: int) -> None:
+    CALL_BYTES_IN.add(bytes_in, stage, modality)
+    CALL_BYTES_OUT.add(bytes_out, stage, modality)
+
+
+async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline, modality: str) -> Any:
     """With what is left of the time in seconds as the last argument.
 
     Not a closure: those keep what they captured as long as the traceback of an error lives.
     """
-    return await call(method, *args, deadline.left_s(), stage=stage, deadline=deadline)
+    return await call(method, *args, deadline.left_s(), stage=stage, deadline=deadline, modality=modality)
 
 
 def _place(key: Name | str) -> str:
@@ -459,8 +549,9 @@ def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
 async def _source(item: Item) -> MediaSource:
     assert item.modality is not None
     if item.kind == "url":
-        return MediaSource(item.modality, "url", url=item.url)
-    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+        return MediaSource(item.modality, "url", url=item.url, param=item.param)
+    payloads = await _payloads(item.data)
+    return MediaSource(item.modality, "data", header=item.header, payloads=payloads, param=item.param)
 
 
 async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:

@@ -200,10 +200,71 @@ Content = Annotated[
 ]
 
 
+# Fields of OpenAI's and vLLM's APIs that would change the answer and are not offered: only these values are
+# taken, which change nothing. README.md has the same table.
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "structured_outputs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(
+        (
+            "continue_final_message",
+            "add_special_tokens",
+            "echo",
+            "use_beam_search",
+            "include_stop_str_in_output",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    "best_of": (1,),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    **dict.fromkeys(
+        (
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+            "allowed_token_ids",
+            "chat_template",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structural_tag",
+            "web_search_options",
+            "thinking_token_budget",
+            "repetition_detection",
+        ),
+        (),
+    ),
+}
+_ONLY_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+
+def _refuse_what_is_not_offered(data: Any, only: dict[str, tuple[Any, ...]]) -> None:
+    for field, values in only.items() if isinstance(data, dict) else ():
+        value = data.get(field)
+        is_flag = isinstance(value, bool)
+        if value is None or any(value == v and is_flag == isinstance(v, bool) for v in values):
+            continue
+        allowed = f" other than as {json.dumps(values[0])}" if values else "; leave it out"
+        raise _NotOffered(f"{field} is not supported here{allowed}", field)
+
+
 class Message(_Wire):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_offered(cls, data: Any) -> Any:
+        _refuse_what_is_not_offered(data, _ONLY_IN_MESSAGE)
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -294,8 +355,7 @@ class ProcessorKwargs(_Wire):
         for name, value in data.items() if isinstance(data, dict) else ():
             if value is not None and name not in cls.model_fields:
                 allowed = ", ".join(sorted(cls.model_fields))
-                param = f"mm_processor_kwargs.{name[:64]}"
-                raise _NotOffered(f"{param} is not supported here; allowed are {allowed}", param)
+                raise _NotOffered(f"{name[:64]} is not supported here; allowed are {allowed}", name[:64])
         return data
 
     def of_processor(self) -> dict[str, int | bool]:
@@ -304,19 +364,6 @@ class ProcessorKwargs(_Wire):
 
 class StreamOptions(_Wire):
     include_usage: bool = False
-
-
-# Fields of the OpenAI API that would change the answer and are not offered: only these values are taken.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
 
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # as JSON has it for a key
@@ -352,6 +399,7 @@ class ChatRequest(_Wire):
     media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # as vLLM
     mm_processor_kwargs: ProcessorKwargs = Field(default_factory=ProcessorKwargs)  # as vLLM
     previews: bool = False  # of `render`: show what came out of decoding
+    timings: bool = False  # tell where the time went
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -361,11 +409,7 @@ class ChatRequest(_Wire):
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_offered(cls, data: Any) -> Any:
-        for field, values in _ONLY.items() if isinstance(data, dict) else ():
-            value = data.get(field)
-            if value is not None and not any(value == v and type(value) is type(v) for v in values):
-                only = json.dumps(values[0])
-                raise _NotOffered(f"{field} is not supported here other than as {only}", field)
+        _refuse_what_is_not_offered(data, ONLY)
         return data
 
     @model_validator(mode="after")
@@ -397,6 +441,8 @@ class DetokenizeRequest(_Wire):
 
 
 class _NotOffered(ValueError):
+    """`field` of the object that was being validated."""
+
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message, field)
         self.message, self.field = message, field
@@ -427,23 +473,50 @@ def _check_size(document: Any) -> None:
         raise InvalidRequest(f"There are {count} messages and parts; the limit is {MAX_PARTS}.", "messages")
 
 
+# By pydantic's names of what is wrong; filled in with what it tells of the limit.
+_WRONG = {
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "int_type": "must be an integer, of at most 64 bits and without a decimal point",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+    "extra_forbidden": "is not known here",
+    "value_error": "{error}",
+    **dict.fromkeys(("part_type", "content_type", "tensor"), "{message}"),
+}
+
+
 def _first_error(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
-    param = param_path(first["loc"])
-    match first.get("ctx", {}).get("error"):
+    param, details = param_path(first["loc"]), first.get("ctx", {})
+    match details.get("error"):
         case _Unserved() as unserved:
             return InvalidRequest(unserved.message, f"{param}[{unserved.index}]")
         case _NotOffered() as not_offered:
-            return InvalidRequest(not_offered.message, not_offered.field)
+            return InvalidRequest(not_offered.message, f"{param}.{not_offered.field}".lstrip("."))
     if not param:
         return InvalidRequest("The body must be a JSON object.")
-    return InvalidRequest(f"{param}: {first['msg']}", param)
+    wrong = _WRONG.get(first["type"], "is not valid").format(**{"message": first["msg"], **details})
+    return InvalidRequest(f"{param}: {wrong}", param)
 
 
 def param_path(location: tuple[str | int, ...]) -> str:
     """("messages", 0, "content", "union:list", 1) → "messages[0].content[1]"."""
     steps = [step for step in location if not (isinstance(step, str) and step.startswith(_UNION))]
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in steps)
     return path.removeprefix(".")
 
 

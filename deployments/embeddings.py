@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.errors import InvalidMedia, StageTimeout
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import about
+from deployments.metrics import publish, report_activity
 from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
-from deployments.payload import let_go_on_error, pack, unpack_pieces
+from deployments.payload import pack, unpack_pieces
 from deployments.pool import WorkPool
-from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
+from deployments.release import freeze_start_up, let_go_on_error
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, traced
+from deployments.types import SECONDS, Activity, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,9 +31,7 @@ MAX_SECONDS = 3600.0  # of a step of a video's grid
 Numbers = dict[str, npt.NDArray[Any]]  # by name, flat
 
 
-class EmbeddingsConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class EmbeddingsConfig(StageConfig):
     max_bytes: int = Field(default=2 * 2**30, gt=0)  # of one embedding's file, base64 undone
     check_finite: bool = True  # refuse NaN and infinity
     threads: int = Field(default=2, ge=1)
@@ -40,15 +42,20 @@ class EmbeddingLoader:
     """Loads run side by side in the pool's threads; nothing is shared between them."""
 
     def __init__(self, config: EmbeddingsConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
+        self._done = 0
+        publish(lambda: report_activity(self._activity()))
+        freeze_start_up()
 
+    @served
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
 
         A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
         """
+        about(source.param)
         stopped = threading.Event()
         with let_go_on_error(source.sent):
             try:
@@ -62,6 +69,12 @@ class EmbeddingLoader:
     async def ready(self) -> None:
         """Returns when the stage can serve."""
 
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        return [Activity("embeddings", self._pool.queued, self._pool.in_flight, self._done)]
+
     async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> MMFeatures:
         """All that came for the item side by side."""
         sent: dict[str, list[Piece] | npt.NDArray[Any]] = {
@@ -73,7 +86,7 @@ class EmbeddingLoader:
         names = [name for name in sent if name != source.name]
         (embeds, ms), numbers = await asyncio.gather(
             self._pool.run(
-                load_embeds,
+                traced("embed")(load_embeds),
                 encoded,
                 max_bytes=self._config.max_bytes,
                 hidden_size=source.hidden_size,
@@ -90,6 +103,7 @@ class EmbeddingLoader:
         arrays = {name: made[name] for name in sent if name in made} | made
         payload, packing_ms = await self._pool.run(pack, arrays)
         ms += packing_ms
+        self._done += 1
         logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
         return MMFeatures(
             modality=source.modality,

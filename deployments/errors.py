@@ -7,11 +7,13 @@
     ├── ModelNotFound                404  unknown model name
     ├── RequestTimeout               408  the body did not arrive in time
     ├── RequestTooLarge              413  the body is over the limit
+    ├── UnsupportedEncoding          415  the body is compressed
     ├── InvalidMedia                 422  the item's bytes are not what they should be
     │   ├── MediaTooLarge            413  the item is over a declared limit (bytes, pixels, seconds, frames)
     │   └── UnsupportedMedia         415  a format or modality we or the model do not take
     ├── UnknownName                  422  no item is known by this uuid (any more); send it again
-    ├── FetchRefused                 422  the URL is not allowed by policy, or the media host said 4xx
+    ├── FetchRefused                 422  the URL is not allowed by policy, its host's name is unknown, or the
+    │                                     host said 4xx
     ├── FetchFailed                  502  the media host is unreachable, or said 5xx
     ├── Overloaded                   503  a queue is full; try again
     ├── StageUnavailable             503  a replica died and a retry did not help, or the server is starting
@@ -68,6 +70,11 @@ class RequestTimeout(ServingError):
 class RequestTooLarge(ServingError):
     status = 413
     code = "request_too_large"
+
+
+class UnsupportedEncoding(ServingError):
+    status = 415
+    code = "unsupported_encoding"
 
 
 class InvalidMedia(ServingError):

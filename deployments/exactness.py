@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from deployments.chat_encoder import ChatEncoder
 from deployments.checkpoint import prompting_of
 from deployments.item_processor import ItemProcessor, Processed
 from deployments.multimodal.joining import join
-from deployments.tokenizer import ChatEncoder
 from deployments.types import Arrays, Chat, Media, Modality, Payload
 
 logger = logging.getLogger("ray.serve")

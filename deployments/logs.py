@@ -1,10 +1,22 @@
-"""What a client or a media host did wrong is news for the client; in the log it is one line, no traceback."""
+"""What stands in the logs of the stages.
+
+What a client or a media host did wrong is news for the client; in the log it is one line, no traceback. Where
+logs are JSON, a line about an item names its place in the request beside Serve's own fields.
+"""
 
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 
 from deployments.errors import ServingError
+
+_ITEM: ContextVar[str] = ContextVar("item", default="")
+
+
+def about(*params: str) -> None:
+    """Lines of this call are about these items."""
+    _ITEM.set(", ".join(filter(None, params)))
 
 
 def log_refusals_in_one_line() -> None:
@@ -16,6 +28,8 @@ def log_refusals_in_one_line() -> None:
 
 class _Refusals(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
+        if item := _ITEM.get():
+            record.item = item
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, ServingError) and error.status != ServingError.status:
             record.msg, record.args = "refused with %d: %s", (error.status, error.message)

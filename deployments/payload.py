@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +14,9 @@ import ray
 from deployments.pool import lower_priority
 from deployments.types import Arrays, Payload
 
-# In the message up to here. Milliseconds from replica to replica, in a message of gRPC and by reference through
-# Ray (see scripts/bench_payload.py): 64 KiB 7.8 / 12.1, 128 KiB 5.7 / 9.8, 256 KiB 6.9 / 10.1, 512 KiB 12.0 /
-# 11.7, 1 MiB 15.5 / 11.8, 2 MiB 30.0 / 17.0.
+# In the message up to here. Milliseconds from replica to replica, in a message of gRPC and by reference (see
+# scripts/bench_payload.py): 64 KiB 7.8 / 12.1, 128 KiB 5.7 / 9.8, 256 KiB 6.9 / 10.1, 512 KiB 12.0 / 11.7,
+# 1 MiB 15.5 / 11.8, 2 MiB 30.0 / 17.0.
 INLINE_BYTES = 256 * 1024
 
 
@@ -59,24 +56,3 @@ async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint
     """All pieces of a text, in order."""
     unpacked = await asyncio.gather(*map(unpack, payloads))
     return [piece for arrays in unpacked for piece in arrays.values()]
-
-
-@contextmanager
-def let_go_on_error(held: list[Any] | dict[str, Any]) -> Iterator[None]:
-    """What a failed or cancelled request had in hand is freed at once, and so is what is in `held`.
-
-    An error keeps the frames that it came through, with all their variables. Serve keeps errors in cycles,
-    so buffers and references would stay until the next full garbage collection, which can be minutes away.
-    """
-    try:
-        yield
-    except BaseException as error:
-        held.clear()
-        _forget(error)
-        raise
-
-
-def _forget(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

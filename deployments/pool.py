@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ray.serve.context import _get_serve_request_context
 
+from deployments.release import clear_frames
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -40,6 +42,8 @@ class WorkPool:
     """
 
     def __init__(self, threads: int, niceness: int = 19) -> None:
+        self._threads = threads
+        self._open = 0  # calls of `run`
         self._waiting = _Turns()
         self._executor = ThreadPoolExecutor(
             threads, thread_name_prefix="work", initializer=lower_priority, initargs=(niceness,)
@@ -50,8 +54,21 @@ class WorkPool:
         job = _Job(contextvars.copy_context(), partial(_timed, function, args, kwargs))
         self._waiting.put(_get_serve_request_context().request_id, job)
         self._executor.submit(self._run_next)
-        result: tuple[T, float] = await asyncio.wrap_future(job.future)
-        return result
+        self._open += 1
+        try:
+            result: tuple[T, float] = await asyncio.wrap_future(job.future)
+            return result
+        finally:
+            self._open -= 1
+
+    @property
+    def in_flight(self) -> int:
+        return min(self._open, self._threads)
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait for a thread."""
+        return self._open - self.in_flight
 
     def shutdown(self) -> None:
         """Nobody waits for what has not begun."""
@@ -75,7 +92,9 @@ class _Job:
         try:
             self.future.set_result(self._context.run(self._function))
         except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+            clear_frames(error)  # the work's variables go with the work
             self.future.set_exception(error)
+            del self  # else the future, its error and this frame would keep each other, and the arguments
 
 
 class _Turns:

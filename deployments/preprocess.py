@@ -10,26 +10,28 @@ from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from deployments.checkpoint import load_processor
 from deployments.errors import NotDecoded, StageTimeout, UnknownName, UnsupportedMedia
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import about
+from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal.feature_cache import FeatureCache, Kept
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.payload import pack, unpack
 from deployments.pool import WorkPool
-from deployments.types import Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
+from deployments.release import freeze_start_up, let_go_on_error
+from deployments.stage import StageConfig, begin
+from deployments.tracing import served, traced
+from deployments.types import Activity, Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
 
 logger = logging.getLogger("ray.serve")
 
 
-class PreprocessConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class PreprocessConfig(StageConfig):
     model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
     chat_template: str = ""  # a file; empty: the checkpoint's own
     threads: int = Field(default=1, ge=1)  # items at once in a replica
@@ -42,7 +44,7 @@ class MMPreprocessor:
     """Runs the checkpoint's processor over one item at a time."""
 
     def __init__(self, config: PreprocessConfig) -> None:
-        log_refusals_in_one_line()
+        begin(self, config)
         import torch
 
         torch.set_num_threads(config.torch_threads)
@@ -59,7 +61,11 @@ class MMPreprocessor:
         self._idle.put(first)
         for _ in range(config.threads - 1):
             self._idle.put(copy.deepcopy(first))
+        self._done = 0
+        publish(self._report)
+        freeze_start_up()
 
+    @served
     async def process(self, media: Media, settings: ProcessorSettings | None, timeout_s: float) -> MMFeatures:
         """`settings`: of the request, see `deployments.multimodal.settings`.
 
@@ -68,22 +74,27 @@ class MMPreprocessor:
         (features,) = (await self.process_together([media], settings, timeout_s)).features
         return features
 
+    @served
     async def process_together(
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
-        modality = items[0].modality
-        if modality not in self._spec.modalities:
-            raise UnsupportedMedia(f"This model does not take {modality}.")
-        digests = self._digests(items, settings)
-        batch = self._find(digests)
-        if batch is None:
-            batch = await self._share(digests, items, timeout_s, settings)
-        for media in items:
-            if media.name:
-                self._cache.name(media.name, _bare(media))
-        return batch
+        about(*(media.param for media in items))
+        with let_go_on_error():
+            modality = items[0].modality
+            if modality not in self._spec.modalities:
+                raise UnsupportedMedia(f"This model does not take {modality}.")
+            digests = self._digests(items, settings)
+            batch = self._find(digests)
+            if batch is None:
+                batch = await self._share(digests, items, timeout_s, settings)
+            for media in items:
+                if media.name:
+                    self._cache.name(media.name, _bare(media))
+            self._done += len(items)
+            return batch
 
+    @served
     async def recall(self, name: Name, settings: ProcessorSettings | None = None) -> Recalled:
         """Raises UnknownName where nothing, or nothing processed with these settings, is kept by it."""
         media = self._cache.named(name)
@@ -92,6 +103,7 @@ class MMPreprocessor:
             raise UnknownName(
                 f"No {name.modality} is known by the uuid {name.uuid!r} (any more). Send it with its uuid."
             )
+        self._done += 1
         return Recalled(kept.media, replace(kept.features, cached=True, service_ms=0.0))
 
     async def reset_cache(self) -> None:
@@ -133,6 +145,26 @@ class MMPreprocessor:
     async def describe(self) -> InputSpec:
         return self._spec
 
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        pool, cache = self._pool, self._cache
+        return [Activity("preprocess", pool.queued, pool.in_flight, self._done, cache.hits, cache.misses)]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "features",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._flights.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
+
+    @traced("preprocess")
     def _process(
         self, items: list[tuple[Media, Arrays]], settings: ProcessorSettings | None
     ) -> list[MMFeatures]:
@@ -144,4 +176,4 @@ class MMPreprocessor:
 
 
 def _bare(media: Media) -> Media:
-    return replace(media, payload=Payload(0), previews=[], name=None)
+    return replace(media, payload=Payload(0), previews=[], name=None, param="")

@@ -1,6 +1,6 @@
 """The batched engine alone, against `generate` one by one and in static batches; all ratios are of one run.
 
-    .venv/bin/python -m scripts.bench_engine [--model tiny-omni|qwen2.5-vl] [--seconds 10] [--soak MINUTES]
+    .venv/bin/python -m scripts.bench_engine [--model tiny-omni|qwen2.5-vl] [--seconds 10]
 
 `qwen2.5-vl` is a random tiny one; a folder or a name on the hub works as well if its images are Qwen's. Each
 figure comes from clients that ask again at once after each answer. Prompts have 32 tokens, answers 16 to 112.
@@ -12,10 +12,12 @@ import argparse
 import asyncio
 import hashlib
 import os
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -26,10 +28,10 @@ from deployments.checkpoint import load_model
 from deployments.engine.base import Engine, EngineItem
 from deployments.engine.batched_engine import BatchedEngine, Limits
 from deployments.engine.transformers_engine import TransformersEngine
-from deployments.errors import ServingError
 from deployments.types import MMFeatures, Modality, Payload, Prompt, SamplingParams
 
 PROMPT, SHORTEST, LONGEST = 32, 16, 112
+ROUNDS = 5
 
 
 def main() -> None:
@@ -39,18 +41,12 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-omni")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=10, help="for each figure")
-    parser.add_argument(
-        "--soak", type=float, default=0, help="minutes of mixed traffic at saturation instead"
-    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # as in the model's stage
     model = (
         tiny_qwen() if options.model == "qwen2.5-vl" else load_model(options.model, options.device, "auto")
     )
-    if options.soak:
-        asyncio.run(soak(model, options.soak))
-    else:
-        asyncio.run(bench(model, options.seconds))
+    asyncio.run(bench(model, options.seconds))
 
 
 async def bench(model: Any, seconds: float) -> None:
@@ -73,34 +69,63 @@ async def bench(model: Any, seconds: float) -> None:
             rates[clients] = load.rate
             show(f"batched engine, {clients}", load, plain)
     print(f"\nfrom 1 to 16 clients: {rates[16] / rates[1]:.1f}x")
+    await one_stream(model)
     await long_prompt(model)
     await repeated_image(model)
+
+
+async def one_stream(model: Any) -> None:
+    """The same answers by `generate` and by the engine, in turns. Others disturb CPU time less."""
+    length = 200
+    wall: dict[str, list[float]] = {"generate": [], "engine": []}
+    cpu: dict[str, list[float]] = {"generate": [], "engine": []}
+    with closing(BatchedEngine(model)) as engine:
+        for seed in range(2 * ROUNDS):
+            prompt = text(seed, PROMPT)
+            for name in wall:
+                start, used = time.perf_counter(), time.process_time()
+                if name == "engine":
+                    await Load().ask(engine, prompt, [], length)
+                else:
+                    generated(model, [prompt], length)
+                wall[name].append((time.perf_counter() - start) * 1000 / length)
+                cpu[name].append((time.process_time() - used) * 1000 / length)
+    told = [
+        f"{name} {statistics.median(wall[name]):.2f} ms ({statistics.median(cpu[name]):.2f} of CPU)"
+        for name in wall
+    ]
+    print(f"\none stream, a token: {', '.join(told)}")
 
 
 async def long_prompt(model: Any) -> None:
     """The largest gap between two tokens of eight streams while the longest prompt is read."""
     with closing(BatchedEngine(model)) as engine:
-        longest = text(0, engine.spec.max_model_len - 2)
+        length = engine.spec.max_model_len - 2
+        alone, beside, first_alone, first_beside = [], [], Load(), Load()
+        for seed in range(ROUNDS):
+            alone.append(await streams(engine, lambda: asyncio.sleep(0)))
+            longest = text(seed, length)
+            beside.append(await streams(engine, partial(first_beside.ask, engine, longest, [], 1)))
+            await first_alone.ask(engine, text(100 + seed, length), [], 1)
+    whole = await whole_prompt(model, longest)
+    gaps = [statistics.median(each) for each in (alone, beside)]
+    first = [statistics.median(load.first) * 1000 for load in (first_alone, first_beside)]
+    print(f"\nlargest gap of 8 streams: {gaps[0]:.1f} ms; with a prompt of {length} tokens beside them")
+    print(
+        f"{gaps[1]:.1f} ms, which read at once takes {whole:.0f} ms; TTFT of that prompt {first[1]:.0f} ms,"
+    )
+    print(f"without the streams {first[0]:.0f} ms (medians of {ROUNDS})", flush=True)
 
-        async def streams(during: Callable[[], Awaitable[object]]) -> float:
-            going = asyncio.Event()
-            load = Load()
 
-            async def stream(seed: int) -> None:
-                prompt = text(seed, PROMPT)
-                await load.ask(engine, prompt, [], 400 if len(longest.token_ids) > 600 else 200, going)
-
-            tasks = [asyncio.create_task(stream(seed)) for seed in range(8)]
-            await going.wait()
-            await during()
-            await asyncio.gather(*tasks)
-            return max(load.gaps) * 1000
-
-        alone = await streams(lambda: asyncio.sleep(0))
-        beside = await streams(lambda: Load().ask(engine, longest, [], 1))
-        one_step = await whole_prompt(model, longest)
-    print(f"\nlargest gap of 8 streams: {alone:.1f} ms; with a prompt of {len(longest.token_ids)} tokens")
-    print(f"beside them {beside:.1f} ms, which read at once would take {one_step:.0f} ms")
+async def streams(engine: Engine, during: Callable[[], Awaitable[object]]) -> float:
+    """The largest gap, ms."""
+    going, load = asyncio.Event(), Load()
+    asks = (load.ask(engine, text(seed, PROMPT), [], 300, going) for seed in range(8))
+    tasks = [asyncio.create_task(ask) for ask in asks]
+    await going.wait()
+    await during()
+    await asyncio.gather(*tasks)
+    return max(load.gaps) * 1000
 
 
 async def whole_prompt(model: Any, prompt: Prompt) -> float:
@@ -125,49 +150,6 @@ async def repeated_image(model: Any) -> None:
     print(f"{times[1]:.1f} ms ({times[0] / times[1]:.1f}x), after another text {times[2]:.1f} ms")
 
 
-async def soak(model: Any, minutes: float) -> None:
-    """Text and images, of which some leave early and some break; every request must come to an end."""
-    limits = Limits(max_running=32, max_waiting=8, kv_cache_bytes=16 * 2**20, encoder_cache_bytes=2**20)
-    outcomes = dict.fromkeys(("finished", "left", "refused", "broke"), 0)
-    numbers = count()
-    end = time.perf_counter() + 60 * minutes
-    memory: list[float] = []
-
-    async def client(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while time.perf_counter() < end:
-            number = next(numbers)
-            items = [image(model, int(rng.integers(50)))] if number % 3 == 0 else []
-            if number % 50 == 0:
-                items = [spoilt(items[0])] if items else []
-            prompt = text(int(rng.integers(100)), int(rng.integers(8, 200)))
-            prompt = with_image(prompt) if items else prompt
-            leaves = rng.random() < 0.1
-            try:
-                async with asyncio.timeout(60):
-                    await Load().ask(engine, prompt, items, int(rng.integers(1, 120)), leave=leaves)
-                outcomes["left" if leaves else "finished"] += 1
-            except ServingError as error:
-                outcomes["refused" if error.status == 503 else "broke"] += 1
-                await asyncio.sleep(0.05)
-
-    with closing(BatchedEngine(model, limits)) as engine:
-
-        async def watch() -> None:
-            while time.perf_counter() < end:
-                await asyncio.sleep(min(10, 6 * minutes))
-                memory.append(resident_mib())
-                print(
-                    f"{sum(outcomes.values())} requests, {memory[-1]:.0f} MiB, {engine.stats()}", flush=True
-                )
-
-        await asyncio.gather(watch(), *(client(seed) for seed in range(48)))
-        stats = engine.stats()
-    half = len(memory) // 2
-    print(f"{outcomes}; memory {np.mean(memory[half // 2 : half]):.0f} -> {np.mean(memory[half:]):.0f} MiB")
-    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0), stats
-
-
 @dataclass(slots=True)
 class Load:
     """What clients measured."""
@@ -188,7 +170,6 @@ class Load:
         items: list[EngineItem],
         max_tokens: int,
         going: asyncio.Event | None = None,
-        leave: bool = False,
     ) -> None:
         before = start = time.perf_counter()
         async for delta in engine.submit(prompt, items, SamplingParams(max_tokens, ignore_eos=True)):
@@ -201,8 +182,6 @@ class Load:
             self.tokens += len(delta.token_ids)
             if going:
                 going.set()
-            if leave:
-                return
 
 
 async def closed_loop(engine: Engine, clients: int, seconds: float) -> Load:
@@ -219,26 +198,30 @@ async def closed_loop(engine: Engine, clients: int, seconds: float) -> Load:
     return load
 
 
-@torch.inference_mode()
 def generate(model: Any, size: int, seconds: float) -> float:
     """Tokens a second that were asked for; a batch goes on until its longest answer is there."""
     start, tokens = time.perf_counter(), 0
     for batch in count():
         seeds = range(batch * size, (batch + 1) * size)
-        ids = torch.tensor([text(seed, PROMPT).token_ids for seed in seeds], device=model.device)
         lengths = [answer_length(seed) for seed in seeds]
-        model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max(lengths),
-            eos_token_id=[model.config.get_text_config().vocab_size],
-            pad_token_id=0,
-        )
+        generated(model, [text(seed, PROMPT) for seed in seeds], max(lengths))
         tokens += sum(lengths)
         if time.perf_counter() > start + seconds:
             break
     return tokens / (time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def generated(model: Any, prompts: list[Prompt], length: int) -> None:
+    ids = torch.tensor([prompt.token_ids for prompt in prompts], device=model.device)
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=length,
+        eos_token_id=[model.config.get_text_config().vocab_size],
+        pad_token_id=0,
+    )
 
 
 def show(name: str, load: Load, plain: float) -> None:
@@ -278,11 +261,6 @@ def image(model: Any, seed: int, height: int = 24, width: int = 24) -> EngineIte
     return EngineItem(MMFeatures(Modality.IMAGE, digest, num_tokens, ids, Payload(0), {}), arrays)
 
 
-def spoilt(item: EngineItem) -> EngineItem:
-    pixels = item.arrays["pixel_values"][:, :7]
-    return EngineItem(item.features, item.arrays | {"pixel_values": pixels})
-
-
 def tiny_qwen() -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -314,11 +292,6 @@ def tiny_qwen() -> Any:
         vision_end_token_id=1004,
     )
     return Qwen2_5_VLForConditionalGeneration(config).eval()
-
-
-def resident_mib() -> float:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @contextmanager

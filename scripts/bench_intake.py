@@ -52,7 +52,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import app.api
 import app.graph
 import app.ingress
-from app import gate
+from app import gate, middleware
 from app.config import AppConfig
 from app.intake import Body
 from deployments.errors import PromptTooLong
@@ -81,7 +81,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def middlewares() -> list[Middleware]:
-    return [*gate.middlewares(), Middleware(_WatchOwnLoop)]
+    return [*middleware.middlewares(), Middleware(_WatchOwnLoop)]
 
 
 class Gaps:

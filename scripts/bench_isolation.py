@@ -339,9 +339,9 @@ def stages_inside(model: str) -> tuple[Any, Any]:
     """The prompt encoder, and an item processor for each thread."""
     import torch
 
+    from deployments.chat_encoder import ChatEncoder
     from deployments.checkpoint import load_processor, load_prompting
     from deployments.item_processor import ItemProcessor
-    from deployments.tokenizer import ChatEncoder
 
     torch.set_num_threads(1)
 

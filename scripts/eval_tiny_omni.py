@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from numpy.random import Generator
 from synthetic_media import Item, Modality, make_audio, make_clip, make_image, make_item
-from train_tiny_omni import SUITES, Conversation, Draw, make_conversation, process
+from tiny_omni.conversations import Conversation, Draw, make_conversation
+from tiny_omni.features import process
+from tiny_omni.language_model import SUITES
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 MODEL = Path(__file__).parent.parent / "deployments" / "tiny_omni"

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,14 +110,27 @@ class Server:
         assert answer.status == 200, answer.body
         return answer.body
 
-    def log_lines(self, stage: str, request_id: str) -> list[str]:
+    def log_text(self, stage: str) -> str:
         files = (self.logs / "serve").glob(f"replica_headrace_{stage}_*.log")
-        return [line for file in files for line in file.read_text().splitlines() if request_id in line]
+        return "".join(file.read_text() for file in files)
+
+    def log_lines(self, stage: str, request_id: str) -> list[str]:
+        return [line for line in self.log_text(stage).splitlines() if request_id in line]
 
     @contextmanager
     def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:
         """A call that tells how many objects the cluster's store holds, and their bytes."""
-        command = [sys.executable, "-c", _STORE, argument(self.mark, "--gcs-address=")]
+        with self._inside("store()") as ask:
+            yield lambda: tuple(ask().values())
+
+    def engine(self) -> AbstractContextManager[Callable[[], dict[str, int]]]:
+        """A call that tells the engine's statistics."""
+        return self._inside("engine()")
+
+    @contextmanager
+    def _inside(self, asks: str) -> Iterator[Callable[[], dict[str, int]]]:
+        """`asks`: an expression, evaluated in a process that is part of the cluster."""
+        command = [sys.executable, "-c", _INSIDE.replace("ASKS", asks), argument(self.mark, "--gcs-address=")]
         env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as local clusters have it
         with subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -125,10 +138,10 @@ class Server:
             assert process.stdin is not None
             assert process.stdout is not None
 
-            def ask() -> tuple[int, int]:
+            def ask() -> dict[str, int]:
                 print(file=process.stdin, flush=True)
-                count, num_bytes = process.stdout.readline().split()
-                return int(count), int(num_bytes)
+                told: dict[str, int] = json.loads(process.stdout.readline())
+                return told
 
             yield ask
             process.stdin.close()
@@ -144,13 +157,18 @@ class Server:
         return int(read(f"/proc/{pid}/status").partition("RssAnon:")[2].split()[0]) * 1024
 
 
-_STORE = """
-import sys, ray
+_INSIDE = """
+import dataclasses, json, sys, ray
+from ray import serve
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-for _ in sys.stdin:
+ray.init(address=sys.argv[1], namespace="serve", log_to_driver=False, logging_level="ERROR")
+def store():
     stats = get_memory_info_reply(get_state_from_address(sys.argv[1])).store_stats
-    print(stats.num_local_objects, stats.object_store_bytes_used, flush=True)
+    return {"objects": stats.num_local_objects, "bytes": stats.object_store_bytes_used}
+def engine():
+    return dataclasses.asdict(serve.get_deployment_handle("Model", "headrace").stats.remote().result())
+for _ in sys.stdin:
+    print(json.dumps(ASKS), flush=True)
 """
 
 

@@ -51,58 +51,33 @@ def _ids(tokenizer: Any, **names: str) -> dict[str, int]:
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+
+
+def _qwen_vl(tokenizer: Any, **vision: Any) -> dict[str, Any]:
+    tokens = {f"{m}_token_id": f"<|{m}_pad|>" for m in (IMAGE, VIDEO)}
+    tokens |= {f"vision_{mark}_token_id": f"<|vision_{mark}|>" for mark in ("start", "end")}
+    return {
+        "text_config": _decoder(tokenizer, rope_parameters=_MROPE),
+        "vision_config": {"depth": 2, "num_heads": 2, "patch_size": 8, **vision},
+        **_ids(tokenizer, **tokens),
+    }
+
+
 def _configs(name: str, processor: Any) -> dict[str, Any]:
     """Arguments of a tiny config of the family."""
     tokenizer = processor.tokenizer
     llama = _decoder(tokenizer, model_type="llama")
     qwen = _decoder(tokenizer, model_type="qwen2")
     clip, siglip = _tower(model_type="clip_vision_model"), _tower(model_type="siglip_vision_model")
-    vision_ids = {f"{m}_token_id": f"<|{m}_pad|>" for m in (IMAGE, VIDEO)}
-    marks = {f"vision_{mark}_token_id": f"<|vision_{mark}|>" for mark in ("start", "end")}
     gemma = {"sliding_window": 16, "rms_norm_eps": 1e-6}
     match name:
         case "Qwen2-VL":
-            return {
-                "text_config": _decoder(tokenizer, rope_parameters=_MROPE),
-                "vision_config": {
-                    "depth": 2,
-                    "embed_dim": 16,
-                    "hidden_size": 32,
-                    "num_heads": 2,
-                    "patch_size": 8,
-                },
-                **_ids(tokenizer, **vision_ids, **marks),
-            }
+            return _qwen_vl(tokenizer, embed_dim=16, hidden_size=32)
         case "Qwen2.5-VL":
-            return {
-                "text_config": _decoder(tokenizer, rope_parameters=_MROPE),
-                "vision_config": {
-                    "depth": 2,
-                    "hidden_size": 16,
-                    "intermediate_size": 24,
-                    "num_heads": 2,
-                    "patch_size": 8,
-                    "out_hidden_size": 32,
-                    "window_size": 32,
-                    "fullatt_block_indexes": [1],
-                },
-                **_ids(tokenizer, **vision_ids, **marks),
-            }
+            return _qwen_vl(tokenizer, **_SIZES, window_size=32, fullatt_block_indexes=[1])
         case "Qwen3-VL":
-            return {
-                "text_config": _decoder(tokenizer, rope_parameters=_MROPE),
-                "vision_config": {
-                    "depth": 2,
-                    "hidden_size": 16,
-                    "intermediate_size": 24,
-                    "num_heads": 2,
-                    "patch_size": 8,
-                    "out_hidden_size": 32,
-                    "num_position_embeddings": 64,
-                    "deepstack_visual_indexes": [0],
-                },
-                **_ids(tokenizer, **vision_ids, **marks),
-            }
+            return _qwen_vl(tokenizer, **_SIZES, num_position_embeddings=64, deepstack_visual_indexes=[0])
         case "Qwen2-Audio":
             return {
                 "text_config": qwen,

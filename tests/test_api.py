@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import gzip
 import json
 from collections.abc import AsyncIterator
 
@@ -146,6 +147,18 @@ async def test_one_of_several_answers_reaches_a_stop_string(api: httpx.AsyncClie
         second,
     ]
     assert body["usage"]["completion_tokens"] < 24
+
+
+async def test_the_engine_spares_what_follows_a_stop_string(
+    graph: LocalGraph, api: httpx.AsyncClient
+) -> None:
+    request = chat("hello", n=2, **DREAMING, max_tokens=12)
+    first = (await api.post(COMPLETIONS, json=request)).json()["choices"][0]["message"]["content"]
+    before = (await graph.model.stats.remote()).generated_tokens
+    body = (await api.post(COMPLETIONS, json=request | {"stop": first[3:6], "max_tokens": 800})).json()
+    generated = (await graph.model.stats.remote()).generated_tokens - before
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] <= generated < body["usage"]["completion_tokens"] + 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -294,6 +307,35 @@ async def test_a_body_over_the_limit_that_does_not_tell_its_length(api: httpx.As
     assert response.status_code == 413
 
 
+async def test_a_compressed_body(api: httpx.AsyncClient) -> None:
+    body = gzip.compress(json.dumps(chat("hello")).encode())
+    response = await api.post(COMPLETIONS, content=body, headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 415
+    assert response.json()["error"]["message"] == "Send the body as it is, without a Content-Encoding."
+    plain = await api.post(COMPLETIONS, json=chat("hello"), headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 200
+
+
+async def test_a_client_that_leaves_in_its_body(graph: LocalGraph, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ray.serve")
+    async with await graph.client() as api:
+        app = api._transport.app  # type: ignore[attr-defined]
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.disconnect"}
+
+    sent: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert "the client left before its request had come" in caplog.messages
+    assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_a_prompt_that_leaves_no_room(api: httpx.AsyncClient) -> None:
     response = await api.post(COMPLETIONS, json=chat("x?" * 20_000))
     error = response.json()["error"]
@@ -313,6 +355,15 @@ async def test_the_served_model(api: httpx.AsyncClient) -> None:
     assert card["id"] == "tiny-omni"
     assert (await api.get("/v1/models/tiny-omni")).json() == card
     assert (await api.get("/v1/models/other")).status_code == 404
+
+
+async def test_the_stages_tell_what_they_are_at(api: httpx.AsyncClient) -> None:
+    assert (await api.post("/v1/chat/completions", json=chat(png(), max_tokens=1))).status_code == 200
+    told = (await api.get("/stages")).json()
+    names = [stage["name"] for stage in told["stages"]]
+    assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
+    assert {(stage["queued"], stage["in_flight"]) for stage in told["stages"]} == {(0, 0)}
+    assert (told["starved_by"], told["starvation_s"]) == (None, {})
 
 
 async def test_health_and_version(api: httpx.AsyncClient) -> None:
@@ -380,11 +431,12 @@ async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -
     assert "still in MediaLoader when its 0.3 s were over" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
+async def stalls() -> AsyncIterator[bytes]:
+    yield b'{"messages"'
+    await asyncio.Event().wait()
 
+
+async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.1)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())
@@ -393,10 +445,6 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
 
 
 async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
-
     settings = dataclasses.replace(graph.settings, body_idle_timeout_s=0.05)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())

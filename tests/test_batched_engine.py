@@ -274,7 +274,7 @@ async def test_answers_to_one_request_share_the_reading_of_its_prompt() -> None:
         parts = await deltas(engine, text(1, 100), [], several)
         computed = engine.stats().steps
         one = await answer(engine, text(1, 100), [], replace(several, n=1))
-    answers = [[t for d in parts if d.index == index for t in d.token_ids] for index in range(3)]
+    answers = answers_of(parts)
     assert [len(each) for each in answers] == [12] * 3
     assert answers[0] == one
     assert len({tuple(each) for each in answers}) == 3
@@ -347,12 +347,50 @@ async def test_who_leaves_frees_place_and_memory_within_a_step() -> None:
         for task in tasks[::2]:
             task.cancel()
         await asyncio.wait(tasks[::2])
-        await gate.steps(2)  # one had begun
+        await gate.steps(1)
         assert engine.stats().running == 8
         assert engine.stats().kv_tokens_used == used // 2
         gate.open()
         assert await asyncio.gather(*tasks[1::2]) == expected[1::2]
         assert engine.stats().kv_tokens_used == 0
+
+
+async def test_an_answer_that_needs_no_more_frees_its_place_within_a_step() -> None:
+    model = family("text").model
+    several = replace(GREEDY, temperature=1.0, seed=3, n=3, max_tokens=40)
+    with running(model) as engine:
+        expected = answers_of(await deltas(engine, text(1), [], several))
+    async with gated(model) as (engine, gate):
+        told: list[Delta] = []
+        ended: set[int] = set()
+
+        async def read() -> None:
+            told.extend([delta async for delta in engine.submit(text(1), [], several, ended)])
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        await gate.steps(10)
+        used, generated = engine.stats().kv_tokens_used, engine.stats().generated_tokens
+        ended.add(1)
+        await gate.steps(1)
+        assert engine.stats().running == 2
+        assert engine.stats().generated_tokens == generated + 2
+        assert engine.stats().kv_tokens_used < used
+        gate.open()
+        await reading
+    answers = answers_of(told)
+    assert [answers[0], answers[2]] == [expected[0], expected[2]]
+    assert answers[1] == expected[1][: len(answers[1])]
+    assert sorted((d.index, d.finish_reason) for d in told if d.finish_reason) == [
+        (0, "length"),
+        (1, "stop"),
+        (2, "length"),
+    ]
+
+
+def answers_of(told: list[Delta]) -> list[list[int]]:
+    indices = sorted({delta.index for delta in told})
+    return [[t for delta in told if delta.index == index for t in delta.token_ids] for index in indices]
 
 
 async def test_a_stream_that_is_closed_ends_its_request() -> None:
@@ -444,7 +482,7 @@ async def test_an_item_that_breaks_breaks_its_request_alone(how: str, words: str
         engine.check_health()
 
 
-@pytest.mark.parametrize("how", ["raises", "nan"])
+@pytest.mark.parametrize("how", ["raises", "nan", "no memory"])
 async def test_a_request_that_breaks_in_a_batch_breaks_alone(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,8 +494,8 @@ async def test_a_request_that_breaks_in_a_batch_breaks_alone(
     poison = next(token for token in range(100, 180) if not any(token in answer for answer in expected))
 
     def poisoned(ids: torch.Tensor) -> torch.Tensor:
-        if how == "raises" and (ids == poison).any():
-            raise RuntimeError("poison")
+        if how != "nan" and (ids == poison).any():
+            raise torch.OutOfMemoryError if how == "no memory" else RuntimeError
         return torch.where((ids == poison)[..., None], torch.nan, embed(ids))
 
     async with gated(chosen.model) as (engine, gate):
@@ -467,7 +505,9 @@ async def test_a_request_that_breaks_in_a_batch_breaks_alone(
         await asyncio.sleep(0)
         gate.open()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(outcomes.pop(3), ServingError)
+        broken = outcomes.pop(3)
+        assert isinstance(broken, ServingError)
+        assert ("out of memory" in broken.message) == (how == "no memory")
         assert outcomes == expected
         # What it left behind in the cache harms nobody.
         rest = await asyncio.gather(*(answer(engine, prompt) for prompt in good))

@@ -9,8 +9,19 @@ from ray import serve
 from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from app.calls import Deadline, InputLost, ReplicaDied, Timing, _mapped, gather_all, once_more, stream
+from app.calls import (
+    Deadline,
+    InputLost,
+    ReplicaDied,
+    Timing,
+    _mapped,
+    gather_all,
+    once_more,
+    stream,
+    without_gaps,
+)
 from deployments.errors import InvalidMedia, Overloaded, ServingError, StageTimeout
+from deployments.types import Delta
 
 
 async def test_results_keep_the_order_of_the_arguments() -> None:
@@ -134,14 +145,25 @@ def test_foreign_errors_become_our_own(error: Exception, expected: type[Exceptio
 
 
 def test_times_of_a_call_add_up() -> None:
-    assert Timing.of(10.0, 4.0) == Timing(queue=6.0, service=4.0)
-    assert Timing.of(3.9999, 4.0).queue == 0.0
+    assert Timing.of(2.0, 12.0, 4.0) == Timing(start=2.0, queue=6.0, service=4.0)
+    assert Timing.of(2.0, 12.0, 4.0, 5.0) == Timing(start=2.0, queue=1.0, service=4.0, fetch=5.0)
+    assert Timing.of(2.0, 12.0, 4.0, 5.0).end == 12.0
+
+
+def test_who_joins_work_under_way_waits_for_the_rest_of_it() -> None:
+    assert Timing.of(0.0, 3.0, 4.0, 50.0) == Timing(start=0.0, queue=0.0, service=3.0)
+    assert Timing.of(0.0, 10.0, 4.0, 50.0) == Timing(start=0.0, queue=0.0, service=4.0, fetch=6.0)
+
+
+def test_what_passes_between_calls_is_waiting_for_the_next() -> None:
+    load, preprocess = Timing(5.0, 1.0, 2.0, 3.0), Timing(12.0, 1.0, 4.0)
+    assert without_gaps(2.0, [load, preprocess]) == [Timing(2.0, 4.0, 2.0, 3.0), Timing(11.0, 2.0, 4.0)]
 
 
 class Stage:
-    async def count(self, n: int) -> AsyncIterator[int]:
+    async def count(self, n: int) -> AsyncIterator[Delta]:
         for i in range(n):
-            yield i
+            yield Delta([i])
         await asyncio.Event().wait()
 
 
@@ -153,6 +175,6 @@ def stage() -> object:
 
 async def test_a_stream_past_its_deadline_says_which_stage_it_was_in(stage) -> None:  # type: ignore[no-untyped-def]
     counts = stream(stage.options(stream=True).count, 2, stage="Model", deadline=Deadline(0.2))
-    assert [await anext(counts), await anext(counts)] == [0, 1]
+    assert [await anext(counts), await anext(counts)] == [Delta([0]), Delta([1])]
     with pytest.raises(StageTimeout, match=r"still in Model when its 0\.2 s were over"):
         await anext(counts)

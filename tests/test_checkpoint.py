@@ -60,6 +60,15 @@ def test_the_reading_part_of_a_full_omni_checkpoint(full_omni: Path) -> None:
         assert torch.equal(ours, theirs), name
 
 
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    whole = load_model(OMNI, "cpu", "auto")
+    whole.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    parts = load_model(str(tmp_path), "cpu", "auto")
+    for (name, ours), (_, theirs) in zip(parts.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
 def test_answers_of_a_checkpoint_that_names_no_eos_end(full_omni: Path) -> None:
     model = load_model(str(full_omni), "cpu", "auto")
     assert model.generation_config.eos_token_id == load_prompting(OMNI).tokenizer.eos_token_id is not None

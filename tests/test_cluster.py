@@ -15,12 +15,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import soundfile
 from aiohttp import web
-from cluster import IDLE_S, MediaServer, Server, chat, media, media_server, wait_until
+from cluster import IDLE_S, Answer, MediaServer, Server, chat, media, media_server, wait_until
 from PIL import Image
 from test_fetch import targets
 
@@ -211,6 +214,26 @@ def test_a_client_that_leaves_while_generating(server: Server, reused: bool, str
     assert time.monotonic() - start < 3
 
 
+def test_a_deadline_that_passes_frees_the_engine(tmp_path: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["applications"][0]["args"] |= {"timeout_s": 2}
+
+    with Server.start(tmp_path, change) as server, server.engine() as stats:
+        whole = server.post(COMPLETIONS, chat("go on", n=3, **ENDLESS))
+        assert whole.status == 504
+        assert "still in Model when its 2 s were over" in whole.body["error"]["message"]
+        stream = urllib.request.Request(
+            server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
+        )
+        with urllib.request.urlopen(stream, timeout=30) as response:
+            events = response.read().decode().strip().split("\n\n")
+        assert "still in Model" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        wait_until(lambda: not stats()["running"], why=lambda: str(stats()))
+        left = stats()
+        assert (left["running"], left["waiting"], left["kv_tokens_used"]) == (0, 0, 0)
+        assert left["generated_tokens"] < 4 * 3000
+
+
 def noise(size: int) -> Image.Image:
     return Image.effect_noise((size, size), 80).convert("RGB")
 
@@ -244,6 +267,26 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> N
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {10**12}\r\n\r\n"
         connection.sendall(head.encode())
         assert b" 413 " in connection.recv(1000)
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: Server) -> None:
+    """As http.client and requests do; closed at once, its connection would break under it."""
+    body = b"x" * (20 * 2**20)
+    early = {"Content-Encoding": "gzip"}
+    for _ in range(3):
+        answer = server.post(COMPLETIONS, body, early)
+        assert answer.status == 415
+        assert answer.body["error"]["code"] == "unsupported_encoding"
+
+
+def test_a_client_that_leaves_in_its_body_is_one_line_in_the_log(server: Server) -> None:
+    request_id = f"half-{time.time_ns()}"
+    with connect(server, reused=False) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nx-request-id: {request_id}\r\n"
+        connection.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+        wait_until(lambda: server.log_text("Ingress"))
+    wait_until(lambda: server.log_lines("Ingress", request_id), why=lambda: "nothing of it in the log")
+    assert "Traceback" not in server.log_text("Ingress")
 
 
 def test_a_client_that_stalls_in_its_body_is_told_so(server: Server) -> None:
@@ -339,6 +382,37 @@ def test_a_small_file_whatever_it_decodes_to(server: Server, size: int) -> None:
     assert item["num_tokens"] > 0
 
 
+def test_who_waits_for_a_model_that_dies_is_told_and_it_is_replaced(server: Server) -> None:
+    stream = urllib.request.Request(
+        server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
+    )
+    (pid,) = server.replicas("Model")
+    with urllib.request.urlopen(stream, timeout=30) as response:
+        assert response.readline().startswith(b"data: {")
+        os.kill(pid, signal.SIGKILL)
+        *_, last = response.read().decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith("A replica of Model ended")
+    wait_until(lambda: "Model" in health(server)[1] or server.replicas("Model") not in ([], [pid]), 30)
+    wait_until(lambda: health(server)[0] == 200, 60, lambda: str(health(server)))
+    assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200
+
+
+def test_a_missing_ingress_is_no_http_500(server: Server) -> None:
+    (pid,) = server.replicas("Ingress")
+    os.kill(pid, signal.SIGKILL)
+    answers: list[Answer] = []
+
+    def is_back() -> bool:
+        with suppress(ConnectionError):  # of the one that it was killed under
+            answers.append(server.post(RENDER, chat("hello")))
+        return bool(answers) and answers[-1].status == 200 and server.replicas("Ingress") not in ([], [pid])
+
+    wait_until(is_back, 60)
+    missing = [answer for answer in answers if answer.status != 200]
+    assert {answer.status for answer in missing} <= {502, 503}
+    assert {answer.body["error"]["code"] for answer in missing} == {"stage_unavailable"}
+
+
 def health(server: Server) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=5) as response:
@@ -386,7 +460,7 @@ def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) 
             answer = server.post(RENDER, chat("look:", media("image", url)))
             message = answer.body["error"]["message"]
             assert answer.body["error"]["param"] in ITEM_OR_URL, (url, message)
-            # A name that this machine does not know is the one thing that is nobody's fault.
+            # A resolver that fails is the one thing that is nobody's fault.
             assert answer.status in (400, 422) or "cannot be resolved" in message, (url, message)
         with pytest.raises(BlockingIOError):
             listener.accept()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from local_graph import LocalGraph, chat
+from test_embeds import CORPUS, corpus
 from tiny_models import OMNI, Encoded, as_sent, encoded_by_omni, tokenizer, wide_omni
 
 from app.calls import Deadline
@@ -190,18 +189,6 @@ async def test_a_model_that_takes_none(graph: LocalGraph, kind: str) -> None:
     with pytest.raises(UnsupportedMedia, match=f"takes no {kind}") as caught:
         await pipeline.prepare(parsed, pipeline.media_options, Deadline(30), 2**20)
     assert caught.value.param == PLACE
-
-
-CORPUS = Path(__file__).parents[2] / "shared" / "corpus"
-
-
-def corpus() -> list[Any]:
-    try:
-        lines = (CORPUS / "MANIFEST.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return [pytest.param({}, marks=pytest.mark.skip("the corpus of embeddings is not here"))]
-    rows = [json.loads(line) for line in lines]
-    return [pytest.param(row, id=row["file"]) for row in rows if row["file"].startswith("embeds/")]
 
 
 @pytest.fixture(scope="module")

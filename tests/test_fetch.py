@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -70,6 +71,19 @@ async def raw_serving(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1], connections
+
+
+class SilentHost:
+    """Answers nothing; tells that a client came, and that it left."""
+
+    def __init__(self) -> None:
+        self.arrived, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        self.arrived.set()
+        assert await reader.read() == b""
+        self.gone.set()
 
 
 @asynccontextmanager
@@ -167,9 +181,24 @@ async def test_an_unreachable_host() -> None:
             await fetcher.fetch(closed, MIB, 5)
 
 
-async def test_a_name_that_does_not_resolve() -> None:
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (socket.EAI_NONAME, FetchRefused, "name is not known. Check the URL"),
+        (socket.EAI_NODATA, FetchRefused, "name is not known. Check the URL"),
+        (socket.EAI_AGAIN, FetchFailed, "name cannot be resolved"),
+        (socket.EAI_FAIL, FetchFailed, "name cannot be resolved"),
+    ],
+)
+async def test_a_name_that_does_not_resolve(
+    monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str
+) -> None:
+    async def getaddrinfo(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(code, "as the resolver says it")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     async with fetching() as fetcher:
-        with pytest.raises(FetchFailed, match="name cannot be resolved"):
+        with pytest.raises(error, match=message):
             await fetcher.fetch("http://no-such-host.invalid/", MIB, 5)
 
 
@@ -310,7 +339,7 @@ async def test_no_hostile_spelling_makes_a_connection() -> None:
         for url in table:
             with pytest.raises((FetchRefused, FetchFailed)) as failed:
                 await fetcher.fetch(url, MIB, 5)
-            # A name that this machine does not know is the one thing that is nobody's fault.
+            # A resolver that fails is the one thing that is nobody's fault.
             assert isinstance(failed.value, FetchRefused) or "cannot be resolved" in failed.value.message, url
         assert connections == []
 
@@ -365,21 +394,14 @@ async def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: 
 
 
 async def test_cancelling_closes_the_connection() -> None:
-    arrived, gone = asyncio.Event(), asyncio.Event()
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        arrived.set()
-        assert await reader.read() == b""
-        gone.set()
-
-    async with raw_serving(talk) as (port, _), fetching() as fetcher:
+    host = SilentHost()
+    async with raw_serving(host.talk) as (port, _), fetching() as fetcher:
         fetch = asyncio.create_task(fetcher.fetch(f"http://127.0.0.1:{port}/", MIB, 5))
-        await arrived.wait()
+        await host.arrived.wait()
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetch
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(host.gone.wait(), 5)
 
 
 async def test_connections_to_one_host_are_bounded() -> None:

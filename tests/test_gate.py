@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from typing import Any
 
+import pytest
+
 from app import gate
 from app.gate import AHEAD_BYTES, GateMiddleware
 
@@ -93,3 +95,78 @@ async def test_headers_that_serve_cannot_read_are_dropped() -> None:
     headers = [(b"x-request-id", b"\xff\xfea"), (b"accept", b"*/*")]
     await GateMiddleware(application)({"type": "http", "headers": headers}, never, never)
     assert seen == [(b"accept", b"*/*")]
+
+
+ANSWER = [{"type": "http.response.start", "status": 413}, {"type": "http.response.body", "body": b"no"}]
+
+
+async def refuses(scope: Any, receive: Any, send: Any) -> None:
+    for message in ANSWER:
+        await send(message)
+
+
+async def talk(receive: Any) -> list[tuple[bytes, bool]]:
+    """What an answer that comes before its request's body is sent as: bytes, and whether more will come."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await GateMiddleware(refuses)({"type": "http", "headers": []}, receive, send)
+    return [(message.get("body", b""), message.get("more_body", False)) for message in sent[1:]]
+
+
+async def test_an_early_answer_is_sent_at_once_and_ended_when_the_body_has_come() -> None:
+    rest = iter([(CHUNK, True), (CHUNK, True), (CHUNK, False)])
+
+    async def receive() -> dict[str, Any]:
+        body, more = next(rest)
+        return {"type": "http.request", "body": body, "more_body": more}
+
+    assert await talk(receive) == [(b"no", True), (b"", False)]
+    assert next(rest, None) is None
+
+
+async def test_an_early_answer_is_ended_when_the_client_has_left() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    assert await talk(receive) == [(b"no", True), (b"", False)]
+
+
+async def test_a_client_that_sends_nothing_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "LINGER_IDLE_S", 0.01)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    assert await talk(receive) == [(b"no", True), (b"", False)]
+
+
+async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "LINGER_S", 0.01)
+    body = Body()
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return await body.receive()
+
+    assert await talk(receive) == [(b"no", True), (b"", False)]
+
+
+async def test_an_answer_to_a_whole_request_is_left_as_it_is() -> None:
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await refuses(scope, receive, send)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    sent: list[object] = []
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    await GateMiddleware(answers)({"type": "http", "headers": []}, receive, send)
+    assert sent == ANSWER

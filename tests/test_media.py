@@ -23,7 +23,7 @@ import soundfile
 from aiohttp import web
 from PIL import Image
 from pydantic import ValidationError
-from test_fetch import answer, raw_serving, serving
+from test_fetch import SilentHost, answer, raw_serving, serving
 from test_video import clip
 
 from deployments.errors import FetchRefused, InvalidMedia, MediaTooLarge, ServingError, StageTimeout
@@ -216,22 +216,15 @@ async def test_one_who_leaves_does_not_take_the_others_along() -> None:
 
 
 async def test_the_fetch_stops_when_the_last_waiter_leaves() -> None:
-    arrived, gone = asyncio.Event(), asyncio.Event()
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        arrived.set()
-        assert await reader.read() == b""
-        gone.set()
-
-    async with raw_serving(talk) as (port, _), loading() as loader:
+    host = SilentHost()
+    async with raw_serving(host.talk) as (port, _), loading() as loader:
         source = url(Modality.IMAGE, f"http://127.0.0.1:{port}/")
         tasks = [asyncio.create_task(loader.load(source, OPTIONS, 10)) for _ in range(2)]
-        await arrived.wait()
+        await host.arrived.wait()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(host.gone.wait(), 5)
 
 
 async def test_cancelling_tells_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

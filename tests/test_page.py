@@ -73,6 +73,15 @@ def test_a_chat_with_all_three_modalities(page: Browser) -> None:
     page.wait(f"{ANSWERED} === 1")
     assert page.text(".answer") == ALL_THREE
     assert page.script(f"return {ATTACHED}") == 0
+    rows = page.script(
+        """const text = (row) => row.querySelector(".name").textContent;
+        const kinds = (row) => [...row.querySelectorAll(".bar i")].map((piece) => piece.className);
+        return [...document.querySelectorAll(".waterfall li")].map((row) => [text(row), ...kinds(row)]);"""
+    )
+    assert [name for name, *_ in rows] == ["request", "prompt", "photo.png", "sound.wav", "clip.mp4", "model"]
+    for _, *kinds in rows[2:5]:
+        assert {"queue", "load"} <= set(kinds)  # and no preprocess for what was seen before
+    assert {"join", "queue", "prefill", "decode"} <= set(rows[5])
 
     page.click(".seen summary")
     page.wait("document.querySelector('.seen .waterfall')")
@@ -85,12 +94,13 @@ def test_a_chat_with_all_three_modalities(page: Browser) -> None:
         "photo.png",
         "sound.wav",
         "clip.mp4",
+        "join",
     ]
 
     page.type("#text", "what is in image 1?" + ENTER)  # which only the first message shows
     page.wait(f"{ANSWERED} >= 3")
     assert page.text("article:last-child .answer") == "image 1: red circle"
-    assert [line for line in page.complaints() if "/stages" not in line] == []
+    assert page.complaints() == []
 
 
 @cluster
@@ -240,9 +250,9 @@ def test_nothing_is_wider_than_the_screen(page: Browser, width: int) -> None:
 
 
 STAGES = [
-    {"name": "MediaLoader", "queued": 9, "in_flight": 4, "rate_per_s": 90.0, "cache_hit_rate": 0.5},
-    {"name": "MMPreprocessor", "queued": 6, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
-    {"name": "Model", "queued": 0, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
+    {"name": "decode", "queued": 9, "in_flight": 4, "rate_per_s": 90.0, "cache_hit_rate": 0.5},
+    {"name": "preprocess", "queued": 6, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
+    {"name": "model", "queued": 0, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
 ]
 
 
@@ -265,26 +275,54 @@ def busy(browser: Browser) -> Iterator[Browser]:
 
 def test_the_stage_that_is_waited_for_longest_is_the_bottleneck(busy: Browser) -> None:
     busy.wait("!document.querySelector('#stages').hidden")
-    assert busy.text("#bottleneck") == "MMPreprocessor is the bottleneck"
-    assert busy.text("li.bottleneck strong") == "MMPreprocessor"
+    assert busy.text("#bottleneck") == "preprocess is the bottleneck"
+    assert busy.text("li.bottleneck strong") == "preprocess"
     loader, preprocessor, model = busy.text("#stage-list .soft").splitlines()
     assert loader == "4 in flight · 9 waiting · 90/s · 50 % from cache"
     assert preprocessor == "1 in flight · 6 waiting · 2/s · ≈ 3.00 s to wait"
     assert model == "1 in flight · 0 waiting · 2/s"
 
 
+def test_what_starves_the_model_is_the_bottleneck_whatever_the_queues(busy: Browser) -> None:
+    busy.wait("!document.querySelector('#stages').hidden")
+    busy.script(
+        "watching = false; showStages(arguments[0])",
+        {"stages": STAGES, "starved_by": "decode", "starvation_s": {"decode": 4.5}},
+    )
+    assert busy.text("#bottleneck") == "the model waits for decode"
+    assert busy.text("li.bottleneck strong") == "decode"
+    assert "kept the model waiting 4.5 of 10 s" in busy.text("li.bottleneck .soft")
+
+
+@cluster
+def test_the_stages_of_a_server_are_shown_as_they_work(page: Browser) -> None:
+    page.wait("!document.querySelector('#stages').hidden")
+    names = page.script(
+        "return [...document.querySelectorAll('#stage-list strong')].map((name) => name.textContent)"
+    )
+    assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
+    page.click("#more summary")
+    page.type("#fields", ENDLESS)
+    page.type("#text", "go on" + ENTER)
+    page.wait("document.querySelector('#stage-list li:last-child').textContent.includes('1 in flight')")
+    page.press(ESCAPE)
+
+
 TIMINGS: dict[str, Any] = {
-    "intake": 10.0,
-    "tokenize": {"queue": 1.0, "service": 4.0},
+    "intake": 6.0,
+    "validate": 4.0,
+    "tokenize": {"start": 10.0, "queue": 1.0, "service": 4.0},
     "items": [
         {
             "param": "messages[0].content[0]",
             "modality": "image",
-            "load": {"queue": 5.0, "service": 15.0},
-            "preprocess": {"queue": 10.0, "service": 10.0},
+            "load": {"start": 10.0, "queue": 5.0, "fetch": 5.0, "service": 10.0},
+            "preprocess": {"start": 30.0, "queue": 10.0, "service": 10.0},
         }
     ],
-    "model": {"queue": 10.0, "prefill": 15.0, "decode": 25.0},
+    "join": 2.0,
+    "model": {"start": 52.0, "queue": 8.0, "prefill": 15.0, "decode": 24.0},
+    "finish": 1.0,
     "total": 100.0,
 }
 
@@ -300,8 +338,22 @@ def test_a_waterfall_shows_what_ran_beside_and_after_what(busy: Browser) -> None
         TIMINGS,
     )
     assert rows == [
-        ["request", ["intake", 0, 10]],
+        ["request", ["intake", 0, 6], ["validate", 6, 4]],
         ["prompt", ["queue", 10, 1], ["tokenize", 11, 4]],
-        ["photo.png", ["queue", 10, 5], ["load", 15, 15], ["queue", 30, 10], ["preprocess", 40, 10]],
-        ["model", ["queue", 50, 10], ["prefill", 60, 15], ["decode", 75, 25]],
+        [
+            "photo.png",
+            ["queue", 10, 5],
+            ["fetch", 15, 5],
+            ["load", 20, 10],
+            ["queue", 30, 10],
+            ["preprocess", 40, 10],
+        ],
+        [
+            "model",
+            ["join", 50, 2],
+            ["queue", 52, 8],
+            ["prefill", 60, 15],
+            ["decode", 75, 24],
+            ["finish", 99, 1],
+        ],
     ]

@@ -1,6 +1,8 @@
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -93,3 +95,54 @@ async def test_nobody_waits_for_a_pool_that_is_shut_down(pool: WorkPool) -> None
         await waiting
     gate.set()
     await running
+
+
+class Large:
+    """Stands for what is worth letting go of."""
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """An idle process collects no cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_work_that_fails_when_nobody_waits_any_more_leaves_nothing(pool: WorkPool) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def fail(large: Large) -> None:
+        begun.set()
+        gate.wait()
+        raise ValueError
+
+    large = Large()
+    left = weakref.ref(large)
+    task = start(pool, "a", fail, large)
+    del large
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    gate.set()
+    await pool.run(abs, 1)  # after it
+    await asyncio.sleep(0)
+    assert left() is None
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_an_error_keeps_no_variables_of_the_work(pool: WorkPool) -> None:
+    made: list[weakref.ref[Large]] = []
+
+    def fail() -> None:
+        large = Large()
+        made.append(weakref.ref(large))
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        await pool.run(fail)
+    assert made[0]() is None

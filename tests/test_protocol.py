@@ -1,6 +1,15 @@
-import pytest
+import json
+import re
+from pathlib import Path
 
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import protocol
 from app.protocol import (
+    ONLY,
     AudioPart,
     EmbedsPart,
     ImagePart,
@@ -225,9 +234,46 @@ def test_a_type_that_is_no_type_is_refused(kind: object) -> None:
     assert refusal(chat([{"type": kind, "text": "hi"}])).param == "messages[0].content[0]"
 
 
-@pytest.mark.parametrize(("field", "value"), [("tool_choice", "required"), ("best_of", 2)])
-def test_what_would_change_the_answer_is_refused_by_name(field: str, value: object) -> None:
+@pytest.mark.parametrize("field", ONLY)
+def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
+    error = refusal(chat("hi", **{field: {"some": 1}}))
+    assert error.param == field
+    assert error.message.startswith(f"{field} is not supported here")
+    for neutral in (*ONLY[field], None):
+        assert parse_chat_request(chat("hi", **{field: neutral})) == parse_chat_request(chat("hi"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tool_choice", "required"), ("best_of", 2), ("best_of", True), ("echo", 0), ("prompt_logprobs", 0)],
+)
+def test_what_only_looks_neutral_is_refused(field: str, value: object) -> None:
     assert refusal(chat("hi", **{field: value})).param == field
+
+
+def test_calls_of_tools_in_the_conversation_are_refused() -> None:
+    silent = {"role": "assistant", "content": None}
+    error = refusal({"messages": [silent, {**silent, "tool_calls": [{}]}]})
+    assert error.param == "messages[1].tool_calls"
+    assert parse_chat_request({"messages": [{**silent, "tool_calls": []}]}).messages[0].content == ""
+
+
+def test_what_changes_no_answer_is_ignored() -> None:
+    harmless = {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "priority": 3}
+    harmless |= {"parallel_tool_calls": False, "request_id": "x", "prediction": {}, "safety_identifier": "y"}
+    request = parse_chat_request(chat("hi", **harmless))
+    assert request == parse_chat_request(chat("hi", user="me"))
+
+
+def test_the_readme_has_the_table_of_what_is_not_offered() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    table = readme.partition("| refused | unless |\n|---|---|\n")[2].partition("\n\n")[0]
+    told: dict[str, list[object]] = {}
+    for row in table.splitlines():
+        fields, values = row.strip("|").split("|")
+        only = [json.loads(value) for value in re.findall("`(.+?)`", values)]
+        told |= dict.fromkeys(re.findall("`(.+?)`", fields), only)
+    assert told == {field: list(values) for field, values in ONLY.items()}
 
 
 def test_a_biased_token_is_a_number() -> None:
@@ -263,3 +309,82 @@ def test_unknown_settings_of_the_processor_are_refused_with_those_allowed(name: 
     assert error.param == f"mm_processor_kwargs.{name[:64]}"
     assert "allowed are crop_to_patches, do_image_splitting, do_pan_and_scan" in error.message
     assert parse_chat_request(chat("hi", mm_processor_kwargs={name: None})) == parse_chat_request(chat("hi"))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+WHOLE = chat(
+    [
+        {"type": "text", "text": "hi"},
+        {"type": "image_url", "image_url": {"url": "u"}, "uuid": "a"},
+        {"type": "input_audio", "input_audio": {"data": "QQ==", "format": "wav"}},
+        {"type": "image_embeds", "image_embeds": {"image_embeds": "QQ==", "image_grid_thw": [1, 2, 2]}},
+        {"type": "video_url", "video_url": None, "uuid": "b"},
+    ],
+    **{name: None for name in protocol.ChatRequest.model_fields if name not in ("messages", "previews")},
+    **dict.fromkeys(ONLY),
+) | {
+    "logit_bias": {"1": 1},
+    "stop": ["x"],
+    "stop_token_ids": [1],
+    "stream_options": {"include_usage": True},
+    "media_io_kwargs": {"video": {"fps": 1.0}, "image": {"rgba_background_color": [0, 0, 0]}},
+    "mm_processor_kwargs": {"max_pixels": 9, "fps": 1.0},
+}
+FOREIGN = re.compile(
+    r"pydantic|Input should|instance of|Value error|Assertion|is not valid|"
+    + "|".join(rf"\b{name}\b" for name, value in vars(protocol).items() if isinstance(value, type))
+)
+
+
+def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+
+
+def with_at(document: object, place: tuple[str | int, ...], value: object) -> object:
+    if not place:
+        return value
+    copy = orjson.loads(orjson.dumps(document))
+    spot = copy
+    for step in place[:-1]:
+        spot = spot[step]
+    spot[place[-1]] = value
+    return copy
+
+
+@given(place=st.sampled_from(places(WHOLE)), value=JSON)
+def test_no_error_speaks_of_how_it_was_found(place: tuple[str | int, ...], value: object) -> None:
+    told = ""
+    try:
+        parse_chat_request(with_at(WHOLE, place, value))
+    except InvalidRequest as error:
+        told = error.message.removeprefix(error.param or "")
+    assert not FOREIGN.search(told)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 10**30}, "max_tokens: must be an integer, of at most 64 bits and without a decimal"),
+        ({"seed": 2**64}, "seed: must be"),
+        ({"top_k": "5"}, "top_k: must be an integer"),
+        ({"temperature": 3}, "temperature: must be at most 2.0"),
+        ({"temperature": "warm"}, "temperature: must be a number"),
+        ({"stream_options": 5}, "stream_options: must be an object"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage: must be true or false"),
+        ({"stop": ["a"] * 5}, "stop: must have at most 4 entries"),
+        ({"messages": "hi"}, "messages: must be a list"),
+        ({"messages": []}, "messages: must have at least 1 entries"),
+        ({"messages": [5]}, "messages[0]: must be an object"),
+        ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role: must be 'system', 'developer'"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps: must be greater than 0, or"),
+        ({"media_io_kwargs": {"speed": 1}}, "media_io_kwargs.speed: is not known here"),
+    ],
+)
+def test_an_error_says_what_to_change(fields: dict[str, object], message: str) -> None:
+    body = json.dumps(chat("hi") | fields)
+    assert refusal(orjson.loads(body)).message.startswith(message)

@@ -53,14 +53,25 @@ LINES = [
     "(ServeReplica:headrace:Model pid=2) WARNING 2026-01-01 model -- look here\n",
     "(ServeReplica:headrace:Model pid=2)   and here\n",
     "(ServeReplica:headrace:Model pid=2) INFO 2026-01-01 model -- quiet again\n",
+    "(ServeController pid=1) WARNING 2026-01-01 controller -- HTTPOptions.host='127.0.0.1' won't accept"
+    " connections from HAProxy on other nodes\n",
 ]
 
 
-@pytest.mark.parametrize(("verbose", "shown"), [(False, LINES[1:3]), (True, LINES)])
+AS_JSON = [
+    '(ServeReplica:headrace:Model pid=2) {"levelname": "INFO", "message": "quiet"}\n',
+    '(ServeReplica:headrace:Model pid=2) {"levelname": "WARNING", "message": "look here"}\n',
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "verbose", "shown"),
+    [(LINES, False, LINES[1:3]), (LINES, True, LINES), (AS_JSON, False, AS_JSON[1:])],
+)
 def test_only_what_matters_is_shown(
-    verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
+    lines: list[str], verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    relay(LINES, verbose, lambda: None)
+    relay(lines, verbose, lambda: None)
     assert capsys.readouterr().out == "".join(shown)
 
 

@@ -8,7 +8,7 @@ import pytest
 from deployments.engine.base import EngineItem
 from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
 from deployments.engine.sampler import SamplerState
-from deployments.engine.scheduler import MediaSpan, Scheduler, Sequence
+from deployments.engine.scheduler import LEAST_READ, READING, MediaSpan, Scheduler, Sequence
 from deployments.engine.threaded import Request
 from deployments.types import MMFeatures, Modality, Payload, Prompt, SamplingParams
 
@@ -66,6 +66,24 @@ async def test_answers_go_on_beside_a_long_prompt() -> None:
         [(1000, 10, 11), (2000, 32, 48)],
         [(1000, 11, 12), (2000, 48, 60)],
     ]
+
+
+async def test_beside_answers_prompts_take_a_share_of_the_time() -> None:
+    chosen = scheduler(blocks=400, step_tokens=512)
+    chosen.waiting.append(await sequence(2000, 1000))
+    assert step(chosen) == [(1000, 0, 512)]  # nobody waits for a token
+    while not chosen.running[0].has_read:
+        step(chosen)
+    chosen.waiting.append(await sequence(2000, 2000))
+    assert step(chosen)[1] == (2000, 0, LEAST_READ)  # no time is known yet
+    chosen.pace.took(generating_s=0.010, reading_s=0.010, num_read=100)
+    assert step(chosen)[1] == (2000, LEAST_READ, LEAST_READ + 100 * READING)
+    chosen.pace.took(generating_s=0.010, reading_s=1.0, num_read=100)
+    chosen.pace.took(generating_s=0.012, reading_s=0.0, num_read=0)
+    start = LEAST_READ + 100 * READING
+    assert step(chosen)[1] == (2000, start, start + LEAST_READ)
+    chosen.pace.took(generating_s=0.010, reading_s=0.010, num_read=5000)
+    assert step(chosen)[1] == (2000, start + LEAST_READ, start + LEAST_READ + 512)
 
 
 async def test_an_item_beyond_the_budget_waits_for_the_next_step_and_text_passes_it() -> None:

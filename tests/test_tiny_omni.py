@@ -14,7 +14,9 @@ from eval_tiny_omni import MODEL, Model, Score, unseen_draw
 from make_samples import FOLDER, LABELS
 from PIL import Image
 from synthetic_media import Clip
-from train_tiny_omni import GREETING, IDENTITY, SUITES, sample_indices
+from tiny_omni.conversations import GREETING, IDENTITY
+from tiny_omni.features import sample_indices
+from tiny_omni.language_model import SUITES
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,10 @@ from tiny_models import (
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
+from deployments.chat_encoder import ChatEncoder
 from deployments.checkpoint import Prompting, load_prompting
 from deployments.errors import InvalidRequest
-from deployments.tokenizer import ChatEncoder, Tokenizer, TokenizerConfig
+from deployments.tokenizer import Tokenizer, TokenizerConfig
 from deployments.types import Chat, Modality
 
 TEXT = "Wie viele Kreise siehst du?  Два!\n\n 🙂 <b> <| "

@@ -231,6 +231,26 @@ async def test_several_answers_with_logprobs(engine: TransformersEngine) -> None
     assert (await answer(engine, text("Dream."), replace(asked, n=1)))[0] == answers[0]
 
 
+async def test_an_answer_that_needs_no_more_ends_within_a_token(
+    engine: TransformersEngine, gate: Gate
+) -> None:
+    ended: set[int] = set()
+    stream = engine.submit(text("Dream."), [], SamplingParams(400, n=2), ended)
+    gate.open(1)
+    first = await anext(stream)
+    ended.add(first.index)
+    gate.open(1)
+    told = await anext(stream)
+    while not told.finish_reason:
+        told = await anext(stream)
+    assert (told.index, told.finish_reason) == (0, "stop")
+    ended.add(1)
+    gate.open(5)
+    *_, last = [delta async for delta in stream]
+    assert (last.index, last.finish_reason) == (1, "stop")
+    assert gate.steps <= 4
+
+
 async def test_both_engines_draw_alike(model: Any, engine: TransformersEngine) -> None:
     asked = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=3, presence_penalty=0.5)
     batched = BatchedEngine(model)

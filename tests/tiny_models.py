@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from deployments.chat_encoder import ChatEncoder
 from deployments.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.engine.base import EngineItem
 from deployments.exactness import only_what_is_exact
@@ -26,7 +27,6 @@ from deployments.item_processor import ItemProcessor
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.payload import pack_pieces
-from deployments.tokenizer import ChatEncoder
 from deployments.types import Arrays, Chat, Media, Modality, Payload
 
 OMNI = "tiny-omni"

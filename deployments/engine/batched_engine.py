@@ -66,7 +66,7 @@ class BatchedEngine(ThreadedEngine):
         self._runner = Runner(model, num_blocks + RESERVED)
         self._scheduler = Scheduler(BlockPool(num_blocks + RESERVED), limits.max_running, limits.step_tokens)
         self._encoded = EncoderCache(limits.encoder_cache_bytes)
-        self._stats = EngineStats(kv_tokens=num_blocks * BLOCK)
+        self._stats = EngineStats(max_running=limits.max_running, kv_tokens=num_blocks * BLOCK)
         self._thread.start()
 
     def stats(self) -> EngineStats:
@@ -77,7 +77,9 @@ class BatchedEngine(ThreadedEngine):
             waiting=len(scheduler.waiting),
             kv_tokens_used=self._stats.kv_tokens - scheduler.pool.num_free * BLOCK,
             preemptions=scheduler.preemptions,
+            prefix_evictions=scheduler.pool.evictions,
             encoder_bytes=self._encoded.num_bytes,
+            encoder_evictions=self._encoded.evictions,
         )
 
     def _run(self) -> None:
@@ -88,19 +90,29 @@ class BatchedEngine(ThreadedEngine):
                     return
                 self._join(request)
             request = None  # its arrays are in the object store as long as they are referred to
-            self._leave()
             self.step()
             self._deliver()
 
     def step(self) -> None:
         """A token for everyone who has read its prompt, and some more of the prompts that are being read."""
+        self._leave()
         chunks = self._scheduler.schedule()
         self._start(chunks)
         self._encode(chunks)
+        generating_s, reading_s, num_read = 0.0, 0.0, 0
         for batch in _batches(chunks):
-            for read, logits in self._forward(batch):
-                self._commit(read)
-                self._sample(read, logits)
+            start = time.perf_counter()
+            for done, logits in self._forward(batch):
+                self._commit(done)
+                self._sample(done, logits)
+            self._runner.wait()
+            seconds = time.perf_counter() - start
+            if batch[0].num_tokens == 1:
+                generating_s += seconds
+            else:
+                reading_s += seconds
+                num_read += sum(chunk.num_tokens for chunk in batch)
+        self._scheduler.pace.took(generating_s, reading_s, num_read)
         self._stats.steps += 1
 
     def _join(self, request: Request) -> None:
@@ -125,7 +137,12 @@ class BatchedEngine(ThreadedEngine):
             leader = leader or sequence
 
     def _leave(self) -> None:
-        for sequence in [each for each in self._scheduler if each.request.cancelled]:
+        for sequence in list(self._scheduler):
+            request = sequence.request
+            if sequence.index in request.ended:
+                self._tell(request, Delta([], "stop", sequence.index))
+            elif not request.cancelled:
+                continue
             self._scheduler.remove(sequence)
 
     def _start(self, chunks: list[Chunk]) -> None:
@@ -217,6 +234,7 @@ class EncoderCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
+        self.evictions = 0
         self._max_bytes = max_bytes
         self._items: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
@@ -232,6 +250,7 @@ class EncoderCache:
         while self.num_bytes > self._max_bytes:
             _, oldest = self._items.popitem(last=False)
             self.num_bytes -= oldest.nbytes
+            self.evictions += 1
 
 
 def _first(sequence: Sequence) -> dict[str, Any]:

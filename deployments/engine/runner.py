@@ -167,6 +167,11 @@ class Runner:
                 embeds[row, begin - chunk.start : end - chunk.start] = part
         return embeds
 
+    def wait(self) -> None:
+        """Until the device has done what it was told, for taking the time."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Zeros where there may be no numbers: even masked, they would spread."""
         self._cache.clear([SINK, *blocks])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import numpy.typing as npt
 from deployments.engine.blocks import BLOCK, BlockPool
 from deployments.engine.sampler import SamplerState
 from deployments.engine.threaded import Request
+
+READING = 2
+LEAST_READ = 64  # tokens; fewer at a time would cost much more each
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +124,7 @@ class Chunk:
 
 class Scheduler:
     """First come, first served. Whoever runs and has read its prompt gets one token in each step; besides,
-    prompts are read in order, `step_tokens` in a step, and media encoded likewise.
+    prompts are read in order, up to `step_tokens` in a step, and media encoded likewise.
 
     A sequence is admitted when the cache has room for all it has so far. When room for more runs out, the
     last come goes back to the head of the queue, and reads all its tokens again later.
@@ -129,7 +133,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, max_running: int, step_tokens: int) -> None:
         self.pool = pool
         self.max_running = max_running
-        self.step_tokens = step_tokens
+        self.pace = Pace(step_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -140,7 +144,8 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """What to compute next; empty only when there is nothing to do."""
-        budget = _Budget(self.step_tokens, self.step_tokens)
+        tokens = self.pace.tokens(any(sequence.has_read for sequence in self.running))
+        budget = _Budget(tokens, tokens)
         chunks: list[Chunk] = []
         for sequence in list(self.running):
             if not self._grow(sequence):
@@ -213,6 +218,29 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.computed = [], 0
+
+
+class Pace:
+    """How many tokens of prompts a step reads. Beside answers as many as take READING times as long as the
+    answers' own next tokens do, going by what the last step took: with the context, and from one device to
+    another, a token's time changes by orders of magnitude.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._generating_s = 0.0  # of one token for each answer
+        self._per_token_s = math.inf  # of reading
+
+    def tokens(self, beside_answers: bool) -> int:
+        if not beside_answers:
+            return self._most
+        return min(self._most, max(LEAST_READ, int(READING * self._generating_s / self._per_token_s)))
+
+    def took(self, generating_s: float, reading_s: float, num_read: int) -> None:
+        """Of one step."""
+        self._generating_s = generating_s or self._generating_s
+        if num_read:
+            self._per_token_s = reading_s / num_read
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence, Set
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,13 +26,20 @@ _DIED = "The engine has stopped."
 class Request:
     """One submission, shared by the loop that reads it and the engine's thread that works on it."""
 
-    def __init__(self, prompt: Prompt, items: Sequence[EngineItem], sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        items: Sequence[EngineItem],
+        sampling: SamplingParams,
+        ended: Set[int] = frozenset(),
+    ) -> None:
         self.prompt = prompt
         self.items = items
         self.sampling = sampling
         self.output = Output(sampling.n)
         self.submitted = time.perf_counter()
         self.cancelled = False  # set by the loop, looked at by the thread before each step
+        self.ended = ended  # answers; likewise
 
 
 class Output:
@@ -95,9 +102,13 @@ class ThreadedEngine:
         raise NotImplementedError
 
     async def submit(
-        self, prompt: Prompt, items: Sequence[EngineItem], sampling: SamplingParams
+        self,
+        prompt: Prompt,
+        items: Sequence[EngineItem],
+        sampling: SamplingParams,
+        ended: Set[int] = frozenset(),
     ) -> AsyncGenerator[Delta, None]:
-        request = Request(prompt, items, sampling)
+        request = Request(prompt, items, sampling, ended)
         with self._lock:
             if self._stopped:
                 raise StageUnavailable(_DIED)

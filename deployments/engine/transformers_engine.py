@@ -60,7 +60,7 @@ class TransformersEngine(ThreadedEngine):
         self._thread.start()
 
     def stats(self) -> EngineStats:
-        return replace(self._stats, waiting=len(self._waiting))
+        return replace(self._stats, waiting=len(self._waiting) + self._inbox.qsize())
 
     def _run(self) -> None:
         while True:
@@ -93,15 +93,17 @@ class TransformersEngine(ThreadedEngine):
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         limit = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))
         state = SamplerState(sampling, index, token_ids, ends)
+        reason: Literal["stop", "length"] | None = None
 
         def pick(logits: torch.Tensor) -> int:
             """Called by `generate` for every token."""
+            nonlocal reason
             (token,) = sample(logits, [state])
             if token.token_id is None:
                 raise ServingError("The model made no numbers of this request.")
             first = {} if state.num_tokens else self._first(request, started)
             ended = token.token_id in ends
-            reason: Literal["stop", "length"] | None = "stop" if ended else None
+            reason = "stop" if ended else None
             if not ended:
                 state.add(token.token_id)
                 self._stats.generated_tokens += 1
@@ -116,8 +118,10 @@ class TransformersEngine(ThreadedEngine):
             **{name: tensor.to(self._model.device, non_blocking=True) for name, tensor in inputs.items()},
             generation_config=self._config(limit),
             logits_processor=LogitsProcessorList([_Pick(pick)]),
-            stopping_criteria=StoppingCriteriaList([_Ended(request, ends)]),
+            stopping_criteria=StoppingCriteriaList([_Ended(request, index, ends)]),
         )
+        if not reason and index in request.ended:
+            self._tell(request, Delta([], "stop", index))
 
     def _first(self, request: Request, started: float) -> dict[str, Any]:
         """What the first delta of an answer tells besides."""
@@ -156,9 +160,11 @@ class _Pick(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self, request: Request, ends: frozenset[int]) -> None:
-        self._request, self._ends = request, ends
+    def __init__(self, request: Request, index: int, ends: frozenset[int]) -> None:
+        self._request, self._index, self._ends = request, index, ends
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        ended = self._request.cancelled or int(input_ids[0, -1]) in self._ends
+        request = self._request
+        left = request.cancelled or self._index in request.ended
+        ended = left or int(input_ids[0, -1]) in self._ends
         return torch.full((len(input_ids),), ended, device=input_ids.device)

@@ -22,6 +22,7 @@ from deployments.multimodal.urls import UrlPolicy
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _TRY_AGAIN = frozenset({408, 429})  # and 5xx: the host may do better a moment later
+_UNKNOWN_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})  # not: the resolver itself fails
 _HEADERS = {
     "User-Agent": "Headrace (media fetcher)",  # many hosts answer 403 to none
     "Accept": "*/*",
@@ -100,8 +101,8 @@ class Fetcher:
 
         With `conditions` (If-None-Match, If-Modified-Since) the host may answer that it is not modified.
 
-        Raises FetchRefused (policy, or the host said 4xx), FetchFailed (unreachable, 5xx, broken),
-        StageTimeout after `timeout_s`, and MediaTooLarge with the chunk that passes `max_bytes`.
+        Raises FetchRefused (policy, unknown name, or the host said 4xx), FetchFailed (unreachable, 5xx,
+        broken), StageTimeout after `timeout_s`, and MediaTooLarge with the chunk that passes `max_bytes`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -147,6 +148,8 @@ class Fetcher:
         except (aiohttp.InvalidURL, UnicodeError):
             raise FetchRefused("The media URL is not valid.") from None
         except aiohttp.ClientConnectorDNSError as error:
+            if error.errno in _UNKNOWN_NAME:
+                raise FetchRefused("The media host's name is not known. Check the URL.") from None
             raise _Transient("The media host's name cannot be resolved.") from error
         except (aiohttp.ClientSSLError, aiohttp.ServerFingerprintMismatch, ssl.SSLError) as error:
             raise FetchFailed("The media host's TLS certificate or handshake is not valid.") from error

@@ -1,0 +1,20 @@
+"""What all stages have in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from deployments import tracing
+from deployments.logs import log_refusals_in_one_line
+
+
+class StageConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    otlp_endpoint: str = ""  # see deployments/tracing.py
+
+
+def begin(stage: object, config: StageConfig) -> None:
+    """First of all, in the stage's process."""
+    log_refusals_in_one_line()
+    tracing.start(config.otlp_endpoint, type(stage).__name__)
