@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer
 
-from app import __version__, gate
+from app import __version__, gate, observe
 from app.auth import protect
 from app.calls import Deadline
 from app.chat import (
@@ -125,10 +125,11 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     async def read_and_use(
         http: Request, hold: Callable[[int], None], deadline: Deadline, use: UseBody[T]
     ) -> tuple[T, float]:
-        with tracing.span("intake"):
+        with tracing.span("intake"), observe.intake():
             body = await read(http, hold, deadline)
             tracing.tell(num_bytes=body.num_bytes)
             document = parse(body)
+        observe.body(body.num_bytes)
         intake_ms = deadline.ms()
         return await use(document, body.strings), intake_ms
 
@@ -266,6 +267,10 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         reason = unready()
         return Json({"status": "ok"}) if reason is None else Json({"status": reason}, 503)
 
+    @app.get("/stages")
+    async def stages() -> Response:
+        return Json(await pipeline.watch.told())
+
     @app.get("/version")
     async def version() -> Response:
         return Json({"version": __version__})
@@ -295,6 +300,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
 
     if settings.page:
         add_page(app)
+    app.add_middleware(observe.RequestTimes)
     protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
@@ -364,9 +370,11 @@ class Answer:
         """Text as it becomes certain; the last piece of each answer has its finish reason."""
         left, key = self._left, self._writer.id
         stream = self._pipeline.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
+        times = observe.TokenTimes()
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 self._timings.saw(delta)
+                times.saw(delta)
                 self._usage.cached_tokens = max(self._usage.cached_tokens, delta.cached_tokens)
                 if delta.index not in left:
                     continue  # what comes after a stop string, while other answers go on
@@ -468,11 +476,13 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
                 yield _event(chunk)
         except ServingError as error:
             tracing.failed(error)
+            observe.stream_failed(error.status)
             yield _event(_envelope(error))
             return
         except Exception as error:  # the border of a stream, as `bug` is that of an answer
             tracing.failed(error)
             logger.exception("a stream broke")
+            observe.stream_failed(_BUG.status)
             yield _event(_envelope(_BUG))
             return
     yield b"data: [DONE]\n\n"

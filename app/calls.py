@@ -18,11 +18,14 @@ import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from app.observe import calling
 from deployments import tracing
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
+from deployments.metrics import CALL_QUEUE, CALL_RETRIES, CALL_SERVICE
 from deployments.release import collect_soon
 
 T = TypeVar("T")
+TEXT = "text"  # the modality of calls about no item
 _TOLD_S = 1  # a replica that does not answer holds nobody up for longer
 logger = logging.getLogger("ray.serve")
 
@@ -50,11 +53,19 @@ class Deadline:
         )
 
 
-class ReplicaDied(StageUnavailable):
+class Broken(StageUnavailable):
+    """A call that may succeed when it is made again. It stays in this process."""
+
+    def __init__(self, message: str, stage: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class ReplicaDied(Broken):
     """The replica that worked on the call is gone; the call may be tried again elsewhere."""
 
 
-class InputLost(StageUnavailable):
+class InputLost(Broken):
     """An array that the call refers to went with the process that held it."""
 
 
@@ -96,31 +107,46 @@ def without_gaps(start: float, timings: Iterable[Timing]) -> list[Timing]:
     return closed
 
 
-async def call(method: Any, *args: Any, stage: str, deadline: Deadline) -> tuple[Any, Timing]:
+async def call(
+    method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
+) -> tuple[Any, Timing]:
     """The stage's record, which tells its `service_ms` (and `fetch_ms`), and where the time went.
 
     Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
     """
     start = deadline.ms()
-    with tracing.calling(stage) as context:
+    with calling(stage, modality), tracing.calling(stage) as context:
         response = method.remote(*args, **context)
         with _translated(response, stage, deadline):
             async with asyncio.timeout(deadline.left_s()):
                 record = await _awaited(response)
-    return record, Timing.of(start, deadline.ms(), record.service_ms, getattr(record, "fetch_ms", 0.0))
+    timing = Timing.of(start, deadline.ms(), record.service_ms, getattr(record, "fetch_ms", 0.0))
+    CALL_QUEUE.observe(timing.queue / 1000, stage, modality)
+    CALL_SERVICE.observe((timing.fetch + timing.service) / 1000, stage, modality)
+    return record, timing
 
 
-async def stream(method: Any, *args: Any, stage: str, deadline: Deadline) -> AsyncGenerator[Any]:
-    """The stage's stream; leaving it early, for whatever reason, ends it there too."""
-    with tracing.calling(stage) as context:
+async def stream(
+    method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
+) -> AsyncGenerator[Any]:
+    """The stage's stream of Delta; leaving it early, for whatever reason, ends it there too."""
+    start, queue_ms = deadline.ms(), None
+    with calling(stage, modality), tracing.calling(stage) as context:
         responses = method.remote(*args, **context)
-        with _translated(responses, stage, deadline):
-            while True:
-                async with asyncio.timeout(deadline.left_s()):
-                    delta = await _awaited(anext(responses, None))
-                if delta is None:
-                    return
-                yield delta
+        try:
+            with _translated(responses, stage, deadline):
+                while True:
+                    async with asyncio.timeout(deadline.left_s()):
+                        delta = await _awaited(anext(responses, None))
+                    if delta is None:
+                        return
+                    if queue_ms is None:
+                        queue_ms = delta.queue_ms
+                    yield delta
+        finally:
+            if queue_ms is not None:
+                CALL_QUEUE.observe(queue_ms / 1000, stage, modality)
+                CALL_SERVICE.observe((deadline.ms() - start - queue_ms) / 1000, stage, modality)
 
 
 async def tell_all(handle: Any, method: str, *args: Any) -> None:
@@ -129,12 +155,13 @@ async def tell_all(handle: Any, method: str, *args: Any) -> None:
         await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 
 
-async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[ServingError]) -> T:
+async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:
     """One retry of an idempotent call."""
     try:
         return await attempt()
     except on as error:
         logger.warning("%s Trying once more.", error.message)
+        CALL_RETRIES.add(1, error.stage, type(error).__name__)
         return await attempt()
 
 
@@ -197,13 +224,14 @@ def _mapped(error: Exception, stage: str) -> Exception:
         case BackPressureError():
             return Overloaded(f"Too many requests are waiting for {stage}. Try again later.")
         case ObjectLostError():
-            return InputLost(f"{stage} lost an input of the request. Try again.")
+            return InputLost(f"{stage} lost an input of the request. Try again.", stage)
         case RayActorError() | DeploymentUnavailableError():
-            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case grpc.aio.AioRpcError() if cause.code() == grpc.StatusCode.UNAVAILABLE:
-            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+            return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case TaskCancelledError():
             return StageUnavailable(f"{stage} was stopped during the request. Try again.")
         case _:
-            logger.error("%s failed", stage, exc_info=error)
+            told = isinstance(error, RayTaskError)  # with its traceback, by the stage itself
+            logger.error("%s failed", stage, exc_info=None if told else error)
             return ServingError(f"{stage} failed on this request; the server's log says why.")

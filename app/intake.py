@@ -30,6 +30,7 @@ import numpy as np
 import orjson
 
 from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
+from deployments.metrics import BYTES_IN_FLIGHT
 from deployments.payload import pack_pieces
 from deployments.release import collect_soon
 from deployments.types import Payload
@@ -165,15 +166,19 @@ class InFlight:
         def hold(num_bytes: int) -> None:
             nonlocal held
             self.check(num_bytes - held)
-            self.num_bytes += num_bytes - held
+            self._add(num_bytes - held)
             held = num_bytes
 
         try:
             yield hold
         finally:
-            self.num_bytes -= held
+            self._add(-held)
             if held >= SEGMENT_BYTES and self.num_bytes == 0:
                 collect_soon()
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        BYTES_IN_FLIGHT.set(self.num_bytes)
 
     def check(self, more: int) -> None:
         if self.num_bytes + more > self._max_bytes:

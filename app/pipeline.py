@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.calls import (
+    TEXT,
     Deadline,
     InputLost,
     ReplicaDied,
@@ -26,6 +27,7 @@ from app.calls import (
 from app.chat import Item, ParsedChat
 from app.intake import LongString
 from app.protocol import Numbers
+from app.stages import Watch
 from deployments import tracing
 from deployments.errors import (
     InvalidMedia,
@@ -36,9 +38,11 @@ from deployments.errors import (
     ServingError,
     UnsupportedMedia,
 )
+from deployments.metrics import CALL_BYTES_IN, CALL_BYTES_OUT
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
+from deployments.payload import INLINE_BYTES
 from deployments.types import (
     SECONDS,
     Delta,
@@ -192,6 +196,15 @@ class _Terms:
 class Pipeline:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
+        self.watch = Watch(
+            {
+                "Tokenizer": stages.tokenizer,
+                "MediaLoader": stages.media,
+                "EmbeddingLoader": stages.embeddings,
+                "MMPreprocessor": stages.preprocessor,
+                "Model": stages.model,
+            }
+        )
         self.limits = stages.limits
         self.media_options = stages.inputs.options
 
@@ -237,8 +250,16 @@ class Pipeline:
         has_references = any(features.payload.ref is not None for features in prepared.features)
         by_reference = has_references or num_bytes > _GRPC_BYTES
         generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate
+        modality = "media" if prepared.items else TEXT
         return stream(
-            generate, prepared.prompt, prepared.features, sampling, key, stage="Model", deadline=deadline
+            generate,
+            prepared.prompt,
+            prepared.features,
+            sampling,
+            key,
+            stage="Model",
+            deadline=deadline,
+            modality=modality,
         )
 
     async def end(self, key: str, index: int) -> None:
@@ -333,10 +354,11 @@ class Pipeline:
 
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
-            media, loading = await self._load(source, terms.options, terms.deadline)
+            in_message = _is_small(source) and not terms.options.previews
+            media, loading = await self._load(source, terms.options, terms.deadline, in_message)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
-            return replace(media, name=terms.name(item)), loading
+            return replace(media, name=terms.name(item), param=item.param), loading
         except ServingError as error:
             error.param = error.param or item.param
             raise
@@ -346,7 +368,15 @@ class Pipeline:
         assert name is not None
         recall = self._stages.preprocessor.options(session_id=_place(name)).recall
         record, timing = await once_more(
-            lambda: call(recall, name, terms.settings, stage="MMPreprocessor", deadline=terms.deadline),
+            partial(
+                call,
+                recall,
+                name,
+                terms.settings,
+                stage="MMPreprocessor",
+                deadline=terms.deadline,
+                modality=name.modality,
+            ),
             on=ReplicaDied,
         )
         return PreparedItem(item, record.features, {"recall": timing}, record.media.num_bytes, record.media)
@@ -356,21 +386,40 @@ class Pipeline:
         num_bytes = item.num_bytes
         item = replace(item, tensors={})  # it lives as long as the answer
         load = self._stages.embeddings.load
+        modality = item.modality or "prompt"
         features, timing = await once_more(
-            partial(_call_in_time, load, source, stage="EmbeddingLoader", deadline=deadline),
+            partial(
+                _call_in_time, load, source, stage="EmbeddingLoader", deadline=deadline, modality=modality
+            ),
             on=ReplicaDied,
         )
+        _count_bytes("EmbeddingLoader", modality, num_bytes, features.payload.nbytes)
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
-    async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
-        load = self._stages.media.options(session_id=_place(source.url or _sample(source))).load
+    async def _load(
+        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool
+    ) -> tuple[Media, Timing]:
+        stage = self._stages.media.options(
+            session_id=_place(source.url or _sample(source)), _by_reference=not in_message
+        )
+        options = replace(options, in_message=in_message)
+        attempt = partial(
+            _call_in_time,
+            stage.load,
+            source,
+            options,
+            stage="MediaLoader",
+            deadline=deadline,
+            modality=source.modality,
+        )
         try:
-            return await once_more(
-                partial(_call_in_time, load, source, options, stage="MediaLoader", deadline=deadline),
-                on=ReplicaDied,
-            )
+            media, timing = await once_more(attempt, on=ReplicaDied)
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
+        if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
+            return await self._load(source, options, deadline, in_message=False)
+        _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
+        return media, timing
 
     async def _process(self, items: list[Media], terms: _Terms) -> tuple[list[MMFeatures], Timing]:
         first, *others = items
@@ -378,10 +427,19 @@ class Pipeline:
         method, media = (stage.process_together, items) if others else (stage.process, first)
 
         attempt = partial(
-            _call_in_time, method, media, terms.settings, stage="MMPreprocessor", deadline=terms.deadline
+            _call_in_time,
+            method,
+            media,
+            terms.settings,
+            stage="MMPreprocessor",
+            deadline=terms.deadline,
+            modality=first.modality,
         )
         record, timing = await once_more(attempt, on=ReplicaDied)
-        return record.features if others else [record], timing
+        batch = record.features if others else [record]
+        for each, features in zip(items, batch, strict=True):
+            _count_bytes("MMPreprocessor", each.modality, each.payload.nbytes, features.payload.nbytes)
+        return batch, timing
 
     def _check_settings(self, parsed: ParsedChat) -> None:
         inputs = self._stages.inputs
@@ -418,7 +476,7 @@ class Pipeline:
         used = {embeds_name(item.modality), form.grid, *(SECONDS if form.seconds else ())}
         sent = {name: await _as_sent(tensor) for name, tensor in item.tensors.items() if name in used}
         assert self.limits.hidden_size is not None
-        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size)
+        return EmbeddingSource(item.modality, sent, form, self.limits.hidden_size, item.param)
 
     def _check_text(self, num_bytes: int, param: str = "messages") -> None:
         """What can not fit is not encoded first: it would hold up everybody's prompts."""
@@ -448,17 +506,28 @@ def _timed_from(start: float, prepared: PreparedItem) -> PreparedItem:
     return replace(prepared, timings=dict(zip(prepared.timings, timings, strict=True)))
 
 
-async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline) -> Any:
+def _count_bytes(stage: str, modality: str, bytes_in: int, bytes_out: int) -> None:
+    CALL_BYTES_IN.add(bytes_in, stage, modality)
+    CALL_BYTES_OUT.add(bytes_out, stage, modality)
+
+
+async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline, modality: str) -> Any:
     """With what is left of the time in seconds as the last argument.
 
     Not a closure: those keep what they captured as long as the traceback of an error lives.
     """
-    return await call(method, *args, deadline.left_s(), stage=stage, deadline=deadline)
+    return await call(method, *args, deadline.left_s(), stage=stage, deadline=deadline, modality=modality)
 
 
 def _place(key: Name | str) -> str:
     """Tells a router what belongs together; see `deployments.affinity`."""
     return key if isinstance(key, str) else "\0".join(key)
+
+
+def _is_small(source: MediaSource) -> bool:
+    """A guess, before it is decoded: a JPEG or MP3 grows about eightfold."""
+    is_still = source.modality != Modality.VIDEO and source.kind == "data"
+    return is_still and sum(payload.nbytes for payload in source.payloads) <= INLINE_BYTES // 8
 
 
 def _sample(source: MediaSource) -> str:
@@ -480,8 +549,9 @@ def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
 async def _source(item: Item) -> MediaSource:
     assert item.modality is not None
     if item.kind == "url":
-        return MediaSource(item.modality, "url", url=item.url)
-    return MediaSource(item.modality, "data", header=item.header, payloads=await _payloads(item.data))
+        return MediaSource(item.modality, "url", url=item.url, param=item.param)
+    payloads = await _payloads(item.data)
+    return MediaSource(item.modality, "data", header=item.header, payloads=payloads, param=item.param)
 
 
 async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:

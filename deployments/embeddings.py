@@ -13,6 +13,8 @@ from blake3 import blake3
 from pydantic import Field
 
 from deployments.errors import InvalidMedia, StageTimeout
+from deployments.logs import about
+from deployments.metrics import publish, report_activity
 from deployments.multimodal.base64 import Piece
 from deployments.multimodal.embeds import Embeds, load_embeds, load_numbers
 from deployments.payload import pack, unpack_pieces
@@ -20,7 +22,7 @@ from deployments.pool import WorkPool
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, traced
-from deployments.types import SECONDS, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
+from deployments.types import SECONDS, Activity, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,16 +45,18 @@ class EmbeddingLoader:
         begin(self, config)
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
+        self._done = 0
+        publish(lambda: report_activity(self._activity()))
         freeze_start_up()
 
     @served
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
 
-        A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
+        A cancelled or timed-out load stops where it is: before it begins, or between two slices of base64.
         """
         stopped = threading.Event()
-        with let_go_on_error(source.sent):
+        with about(source.param), let_go_on_error(source.sent):
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._load(source, stopped)
@@ -63,6 +67,12 @@ class EmbeddingLoader:
 
     async def ready(self) -> None:
         """Returns when the stage can serve."""
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        return [Activity("embeddings", self._pool.queued, self._pool.in_flight, self._done)]
 
     async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> MMFeatures:
         """All that came for the item side by side."""
@@ -90,13 +100,16 @@ class EmbeddingLoader:
         made = {source.name: embeds.values} | positions | _token_types(source.form, num_tokens)
         # In the order in which the client sent them; what it did not send comes last.
         arrays = {name: made[name] for name in sent if name in made} | made
+        payload, packing_ms = await self._pool.run(pack, arrays)
+        ms += packing_ms
+        self._done += 1
         logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
         return MMFeatures(
             modality=source.modality,
             digest=_digest(embeds, positions),
             num_tokens=num_tokens,
             replacement=[*source.form.before, (source.form.token_id, num_tokens), *source.form.after],
-            payload=await pack(arrays),
+            payload=payload,
             shapes={name: (array.shape, array.dtype.name) for name, array in arrays.items()}
             | {source.name: (embeds.values.shape, embeds.dtype)},
             service_ms=ms,

@@ -18,9 +18,10 @@ from PIL import Image
 from pydantic import Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
+from deployments.logs import about
+from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
-from deployments.multimodal.decoding import Decoded
 from deployments.multimodal.fetch import Fetched, Fetcher
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.http_cache import HttpCache
@@ -34,12 +35,13 @@ from deployments.pool import WorkPool
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, span, traced
-from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
+from deployments.types import Activity, Media, MediaOptions, MediaSource, Modality, Payload
 
 logger = logging.getLogger("ray.serve")
 
 MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
+KEEP_S = 5.0  # arrays that were too large for a message, until the call by reference comes
 
 
 class MediaConfig(StageConfig):
@@ -120,10 +122,15 @@ class MediaLoader:
             raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
-        self._flights: SingleFlight[Media] = SingleFlight()  # by URL, and by content
+        self._by_url: SingleFlight[Media] = SingleFlight()
+        self._by_content: SingleFlight[Media] = SingleFlight()
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
         self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
+        self._too_large: dict[str, Media] = {}  # by digest, for a moment
+        self._hits = self._misses = self._evictions = 0  # of these
+        self._fetching = self._fetched = self._done = 0  # items
+        publish(self._report)
         freeze_start_up()
 
     async def ready(self) -> None:
@@ -132,6 +139,7 @@ class MediaLoader:
     async def reset_cache(self) -> None:
         self._cache.clear()
         self._decoded.clear()
+        self._too_large.clear()
 
     async def close(self) -> None:
         """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
@@ -143,23 +151,64 @@ class MediaLoader:
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
 
+        With `in_message` also without arrays that are too large for one; the same call without it has them.
+
         Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
 
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
-        with let_go_on_error(source.payloads):
+        with about(source.param), let_go_on_error(source.payloads):
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._load(source, options)
+                    media = await self._load(source, options)
             except TimeoutError:
                 raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+            self._done += 1
+            return media
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        cache, pool = self._cache, self._pool
+        return [
+            Activity("fetch", 0, self._fetching, self._fetched, cache.hits, cache.misses),
+            Activity("decode", pool.queued, pool.in_flight, self._done, self._hits, self._misses),
+        ]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "http",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._by_url.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
+        report_cache(
+            "decoded",
+            hits=self._hits,
+            misses=self._misses,
+            joins=self._by_content.joins,
+            evictions=self._evictions,
+        )
 
     async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
         if source.kind == "url":
             key = (source.modality, source.url, options)
-            return await self._flights.run(key, lambda: self._load_url(source, options))
-        return await self._load_data(source, options)
+            return await self._by_url.run(key, lambda: self._load_url(source, options))
+        media = await self._load_data(source, options)
+        return self._without_references(media) if options.in_message else media
+
+    def _without_references(self, media: Media) -> Media:
+        if media.payload.ref is None:
+            return media
+        self._too_large[media.digest] = media
+        asyncio.get_running_loop().call_later(KEEP_S, self._too_large.pop, media.digest, None)
+        return replace(media, payload=Payload(media.payload.nbytes))
 
     @cached_property
     def _fetcher(self) -> Fetcher:
@@ -187,8 +236,13 @@ class MediaLoader:
             return await self._decode(kept, source, options, cached=True)
         timeout_s = self._config.fetch_timeout_s(source.modality)
         conditions = entry.conditions if entry else None
-        with span("fetch"):
-            fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+        self._fetching += 1
+        try:
+            with span("fetch"):
+                fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+        finally:
+            self._fetching -= 1
+        self._fetched += 1
         fetch_ms = (time.perf_counter() - start) * 1000
         if entry and kept and fetched.not_modified:
             self._cache.renew(url, entry, fetched.headers, asked_at)
@@ -220,13 +274,20 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
-        (data, name), ms = await self._pool.run(_read, read, source.modality, options)
+        if options.in_message:  # so little that another thread would take longer to wake up
+            (data, name), ms = _read(read, source.modality, options), 0.0
+        else:
+            (data, name), ms = await self._pool.run(_read, read, source.modality, options)
+        if kept := self._too_large.pop(name, None):
+            return replace(kept, service_ms=ms)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
+            self._hits += 1
             self._decoded.move_to_end(name)
             return replace(known, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
+        self._misses += 1
         work = partial(self._decode_data, data, name, source.modality, options)
-        media = await self._flights.run((name, options.previews), work)
+        media = await self._by_content.run((name, options.previews), work)
         ms += media.service_ms
         self._remember(replace(media, payload=Payload(0), previews=[]))
         logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
@@ -235,25 +296,15 @@ class MediaLoader:
     async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
         cancelled = threading.Event()
         try:
-            (decoded, shown), ms = await self._pool.run(self._decode_now, data, modality, options, cancelled)
+            media, ms = await self._pool.run(self._decode_now, data, name, modality, options, cancelled)
         finally:
             cancelled.set()
-        return Media(
-            modality=modality,
-            digest=name,
-            payload=await pack(decoded.arrays),
-            info=decoded.info,
-            num_bytes=len(data),
-            mime=decoded.mime,
-            service_ms=ms,
-            video_metadata=decoded.video_metadata,
-            previews=shown,
-        )
+        return replace(media, service_ms=ms)
 
     @traced("decode")
     def _decode_now(
-        self, data: bytes, modality: Modality, options: MediaOptions, cancelled: threading.Event
-    ) -> tuple[Decoded, list[str]]:
+        self, data: bytes, name: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
+    ) -> Media:
         config = self._config
         match modality:
             case Modality.IMAGE:
@@ -264,12 +315,22 @@ class MediaLoader:
                 num_frames, fps, longest = options.num_frames, options.fps, options.max_duration
                 decoded = video.decode(data, num_frames, fps, config.video, cancelled, longest)
         shown = previews(modality, decoded.arrays, options.sampling_rate) if options.previews else []
-        return decoded, shown
+        return Media(
+            modality=modality,
+            digest=name,
+            payload=pack(decoded.arrays),
+            info=decoded.info,
+            num_bytes=len(data),
+            mime=decoded.mime,
+            video_metadata=decoded.video_metadata,
+            previews=shown,
+        )
 
     def _remember(self, media: Media) -> None:
         self._decoded[media.digest] = media
         if len(self._decoded) > MAX_REMEMBERED:
             self._decoded.popitem(last=False)
+            self._evictions += 1
 
 
 def _read(read: Callable[[], bytes], modality: Modality, options: MediaOptions) -> tuple[bytes, str]:

@@ -16,11 +16,23 @@ from pydantic import Field
 from deployments.checkpoint import DTypeName, load_model
 from deployments.engine.base import Engine, EngineItem, EngineStats
 from deployments.errors import PromptTooLong, ServingError
+from deployments.metrics import (
+    ENGINE_CAPACITY,
+    ENGINE_KV_TOKENS,
+    ENGINE_KV_USED,
+    ENGINE_PREEMPTIONS,
+    ENGINE_PROMPT_TOKENS,
+    ENGINE_STEPS,
+    ENGINE_TOKENS,
+    publish,
+    report_activity,
+    report_cache,
+)
 from deployments.payload import unpack
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served_deltas
-from deployments.types import Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
+from deployments.types import Activity, Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
@@ -45,6 +57,8 @@ class Model:
         begin(self, config)
         self._engine = _load_engine(config)
         self._ended: dict[str, set[int]] = {}  # of each request that runs, answers that need no more tokens
+        self._done = 0
+        publish(self._report)
         freeze_start_up()
 
     @served_deltas
@@ -73,6 +87,7 @@ class Model:
                     outcomes = ["failed"]
                     raise
                 finally:
+                    self._done += 1
                     self._ended.pop(key, None)
                     ms = (time.perf_counter() - start) * 1000
                     told = ", ".join(outcome or "cancelled" for outcome in outcomes)
@@ -88,6 +103,35 @@ class Model:
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    async def activity(self) -> list[Activity]:
+        return self._activity(self._engine.stats())
+
+    def _activity(self, stats: EngineStats) -> list[Activity]:
+        """What waits has not always a place to take: of the cache there may be none left."""
+        room = 0 if stats.waiting else stats.max_running - stats.running
+        hits, misses = stats.prefix_hit_tokens, stats.prompt_tokens - stats.prefix_hit_tokens
+        return [Activity("model", stats.waiting, stats.running, self._done, hits, misses, room)]
+
+    def _report(self) -> None:
+        stats = self._engine.stats()
+        (activity,) = self._activity(stats)
+        report_activity([activity])
+        report_cache("prefix", hits=activity.hits, misses=activity.misses, evictions=stats.prefix_evictions)
+        report_cache(
+            "encoder",
+            hits=stats.encoder_hits,
+            misses=stats.encoder_misses,
+            evictions=stats.encoder_evictions,
+            num_bytes=stats.encoder_bytes,
+        )
+        ENGINE_CAPACITY.set(stats.max_running)
+        ENGINE_KV_TOKENS.set(stats.kv_tokens)
+        ENGINE_KV_USED.set(stats.kv_tokens_used)
+        ENGINE_STEPS.set_total(stats.steps)
+        ENGINE_PROMPT_TOKENS.set_total(stats.prompt_tokens)
+        ENGINE_TOKENS.set_total(stats.generated_tokens)
+        ENGINE_PREEMPTIONS.set_total(stats.preemptions)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises here."""

@@ -42,6 +42,8 @@ class WorkPool:
     """
 
     def __init__(self, threads: int, niceness: int = 19) -> None:
+        self._threads = threads
+        self._open = 0  # calls of `run`
         self._waiting = _Turns()
         self._executor = ThreadPoolExecutor(
             threads, thread_name_prefix="work", initializer=lower_priority, initargs=(niceness,)
@@ -52,8 +54,21 @@ class WorkPool:
         job = _Job(contextvars.copy_context(), partial(_timed, function, args, kwargs))
         self._waiting.put(_get_serve_request_context().request_id, job)
         self._executor.submit(self._run_next)
-        result: tuple[T, float] = await asyncio.wrap_future(job.future)
-        return result
+        self._open += 1
+        try:
+            result: tuple[T, float] = await asyncio.wrap_future(job.future)
+            return result
+        finally:
+            self._open -= 1
+
+    @property
+    def in_flight(self) -> int:
+        return min(self._open, self._threads)
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait for a thread."""
+        return self._open - self.in_flight
 
     def shutdown(self) -> None:
         """Nobody waits for what has not begun."""

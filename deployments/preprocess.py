@@ -15,7 +15,9 @@ from pydantic import Field
 from deployments.checkpoint import load_processor
 from deployments.errors import NotDecoded, StageTimeout, UnknownName, UnsupportedMedia
 from deployments.exactness import only_what_is_exact
-from deployments.item_processor import ItemProcessor, Processed
+from deployments.item_processor import ItemProcessor
+from deployments.logs import about
+from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal.feature_cache import FeatureCache, Kept
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
@@ -24,7 +26,7 @@ from deployments.pool import WorkPool
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, traced
-from deployments.types import Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
+from deployments.types import Activity, Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,6 +61,8 @@ class MMPreprocessor:
         self._idle.put(first)
         for _ in range(config.threads - 1):
             self._idle.put(copy.deepcopy(first))
+        self._done = 0
+        publish(self._report)
         freeze_start_up()
 
     @served
@@ -82,10 +86,12 @@ class MMPreprocessor:
             digests = self._digests(items, settings)
             batch = self._find(digests)
             if batch is None:
-                batch = await self._share(digests, items, timeout_s, settings)
+                with about(items[0].param):
+                    batch = await self._share(digests, items, timeout_s, settings)
             for media in items:
                 if media.name:
                     self._cache.name(media.name, _bare(media))
+            self._done += len(items)
             return batch
 
     @served
@@ -97,6 +103,7 @@ class MMPreprocessor:
             raise UnknownName(
                 f"No {name.modality} is known by the uuid {name.uuid!r} (any more). Send it with its uuid."
             )
+        self._done += 1
         return Recalled(kept.media, replace(kept.features, cached=True, service_ms=0.0))
 
     async def reset_cache(self) -> None:
@@ -128,10 +135,9 @@ class MMPreprocessor:
         arrays = await asyncio.gather(*(unpack(media.payload) for media in items))
         pairs = list(zip(items, arrays, strict=True))
         processed, ms = await self._pool.run(self._process, pairs, settings)
-        payloads = await asyncio.gather(*(pack(each.features) for each in processed))
         for each in processed:
             logger.info("preprocessed %s: %d tokens in %.1f ms", modality, each.num_tokens, ms)
-        features = [each.record(payload, ms) for each, payload in zip(processed, payloads, strict=True)]
+        features = [replace(each, service_ms=ms) for each in processed]
         for media, each_features in zip(items, features, strict=True):
             self._cache.store(Kept(_bare(media), each_features))
         return MMBatch(features, ms)
@@ -139,16 +145,35 @@ class MMPreprocessor:
     async def describe(self) -> InputSpec:
         return self._spec
 
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        pool, cache = self._pool, self._cache
+        return [Activity("preprocess", pool.queued, pool.in_flight, self._done, cache.hits, cache.misses)]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "features",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._flights.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
+
     @traced("preprocess")
     def _process(
         self, items: list[tuple[Media, Arrays]], settings: ProcessorSettings | None
-    ) -> list[Processed]:
+    ) -> list[MMFeatures]:
         processor = self._idle.get()
         try:
-            return processor.process(items, settings)
+            return [each.record(pack(each.features)) for each in processor.process(items, settings)]
         finally:
             self._idle.put(processor)
 
 
 def _bare(media: Media) -> Media:
-    return replace(media, payload=Payload(0), previews=[], name=None)
+    return replace(media, payload=Payload(0), previews=[], name=None, param="")

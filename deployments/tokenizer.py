@@ -10,10 +10,11 @@ from pydantic import Field
 
 from deployments.chat_encoder import ChatEncoder
 from deployments.checkpoint import load_prompting
+from deployments.metrics import publish, report_activity
 from deployments.pool import WorkPool
 from deployments.stage import StageConfig, begin
 from deployments.tracing import served, traced
-from deployments.types import Chat, Edges, Prompt, Text, TokenizerSpec
+from deployments.types import Activity, Chat, Edges, Prompt, Text, TokenizerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class Tokenizer:
             encoder = ChatEncoder(load_prompting(config.model, config.chat_template))
             self._idle.put(encoder)
         self._spec = encoder.spec
+        self._done = 0
+        publish(lambda: report_activity(self._activity()))
 
     @served
     async def encode(self, chat: Chat, edges: list[Edges] | None = None) -> Prompt:
@@ -47,12 +50,14 @@ class Tokenizer:
         template refuses the conversation, with the template's words.
         """
         prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat, edges or [])
+        self._done += 1
         return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
 
     @served
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """The ids of a bare text, in which the names of control tokens mean those tokens."""
         token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
+        self._done += 1
         return Prompt(token_ids, [], service_ms=ms)
 
     @served
@@ -63,6 +68,12 @@ class Tokenizer:
 
     async def describe(self) -> TokenizerSpec:
         return self._spec
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        return [Activity("tokenize", self._pool.queued, self._pool.in_flight, self._done)]
 
     @traced("tokenize")
     def _borrow(

@@ -26,8 +26,8 @@ Edges = tuple[str, str]
 class Payload:
     """Named arrays on their way between processes, opaque to whoever only passes them on.
 
-    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
-    `deployments.payload` for packing and unpacking.
+    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`, or its size where it
+    may be had by reference. See `deployments.payload` for packing and unpacking.
     """
 
     nbytes: int  # bytes of all arrays together
@@ -48,6 +48,7 @@ class MediaSource:
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
     payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
+    param: str = ""  # the item's place in the request, for the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class MediaOptions:
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
     decode_again: bool = True  # the arrays are wanted of what was decoded before, too
+    in_message: bool = False  # no arrays by reference: large ones wait for a call that may bring them
 
 
 class Name(NamedTuple):
@@ -91,6 +93,7 @@ class Media:
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
     cached: bool = False
     name: Name | None = None  # by which it may be asked for again
+    param: str = ""  # the item's place in the request, for the log
 
 
 # Features with the seconds of a step of a video's grid, as families call them; clients may use either.
@@ -123,6 +126,7 @@ class EmbeddingSource:
     sent: dict[str, list[Payload] | npt.NDArray[Any]]
     form: EmbedsForm
     hidden_size: int  # the model's
+    param: str = ""  # the item's place in the request, for the log
 
     @property
     def name(self) -> str:
@@ -248,6 +252,19 @@ class Delta:
     cached_tokens: int = 0  # set on the first delta: tokens of the prompt that needed no work
     queue_ms: float = 0.0  # set on the first delta: waited for the engine
     prefill_ms: float = 0.0  # set on the first delta: until the first token was there
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a replica is at in one step of a request's path, and what it has done since it started."""
+
+    name: str  # of the step: fetch, decode, ...
+    queued: int  # items, or answers of the model, that wait
+    in_flight: int  # that are worked on
+    done: int
+    hits: int = 0  # of its caches
+    misses: int = 0
+    room: int = 0  # of the engine: answers that could be worked on besides
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,9 @@ RELEASE_S = 65.0
 LOGS = Path(tempfile.gettempdir(), "ray/session_latest/logs/serve")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_WORTH_SHOWING = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback|Error:")
+# As text, or as JSON.
+_LEVEL = re.compile(r"""[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]""")
+_WORTH_SHOWING = re.compile(r"""[ "](WARNING|ERROR|CRITICAL)[ "]|Traceback|Error:""")
 # Ray's warning of every address but 0.0.0.0, for clusters of several nodes. Loopback is meant, see README.md.
 _EXPECTED = re.compile(r"HTTPOptions\.host='127\.0\.0\.1' won't accept connections")
 _DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to (start|update) .*replica|DEPLOY_FAILED")
@@ -179,7 +181,7 @@ def relay(lines: Iterable[str], verbose: bool, give_up: Callable[[], object]) ->
     for line in lines:
         plain = _COLOUR.sub("", line)
         # A log line decides for the lines that follow it, such as those of a traceback.
-        if re.search(r" (DEBUG|INFO|WARNING|ERROR|CRITICAL) ", plain):
+        if _LEVEL.search(plain):
             showing = is_worth_showing(plain)
         if verbose or showing or is_worth_showing(plain):
             print(line, end="", flush=True)

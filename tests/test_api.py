@@ -357,6 +357,15 @@ async def test_the_served_model(api: httpx.AsyncClient) -> None:
     assert (await api.get("/v1/models/other")).status_code == 404
 
 
+async def test_the_stages_tell_what_they_are_at(api: httpx.AsyncClient) -> None:
+    assert (await api.post("/v1/chat/completions", json=chat(png(), max_tokens=1))).status_code == 200
+    told = (await api.get("/stages")).json()
+    names = [stage["name"] for stage in told["stages"]]
+    assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
+    assert {(stage["queued"], stage["in_flight"]) for stage in told["stages"]} == {(0, 0)}
+    assert (told["starved_by"], told["starvation_s"]) == (None, {})
+
+
 async def test_health_and_version(api: httpx.AsyncClient) -> None:
     assert (await api.get("/health")).json() == {"status": "ok"}
     assert (await api.get("/version")).json() == {"version": __version__}
@@ -422,11 +431,12 @@ async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -
     assert "still in MediaLoader when its 0.3 s were over" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
+async def stalls() -> AsyncIterator[bytes]:
+    yield b'{"messages"'
+    await asyncio.Event().wait()
 
+
+async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.1)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())
@@ -435,10 +445,6 @@ async def test_a_body_that_stalls_is_not_waited_for(graph: LocalGraph) -> None:
 
 
 async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: LocalGraph) -> None:
-    async def stalls() -> AsyncIterator[bytes]:
-        yield b'{"messages"'
-        await asyncio.Event().wait()
-
     settings = dataclasses.replace(graph.settings, body_idle_timeout_s=0.05)
     async with await graph.client(settings) as api:
         response = await api.post(COMPLETIONS, content=stalls())

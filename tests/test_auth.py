@@ -265,7 +265,7 @@ class TestServer:
     def test_only_the_page_and_the_health_need_none(self, locked: Server) -> None:
         open_paths = [
             path
-            for path in ("/", "/health", "/version", "/v1/models", "/docs")
+            for path in ("/", "/health", "/version", "/v1/models", "/stages", "/docs")
             if status(locked, path) == 200
         ]
         assert open_paths == ["/", "/health"]

@@ -21,6 +21,7 @@ from app.calls import (
     without_gaps,
 )
 from deployments.errors import InvalidMedia, Overloaded, ServingError, StageTimeout
+from deployments.types import Delta
 
 
 async def test_results_keep_the_order_of_the_arguments() -> None:
@@ -160,9 +161,9 @@ def test_what_passes_between_calls_is_waiting_for_the_next() -> None:
 
 
 class Stage:
-    async def count(self, n: int) -> AsyncIterator[int]:
+    async def count(self, n: int) -> AsyncIterator[Delta]:
         for i in range(n):
-            yield i
+            yield Delta([i])
         await asyncio.Event().wait()
 
 
@@ -174,6 +175,6 @@ def stage() -> object:
 
 async def test_a_stream_past_its_deadline_says_which_stage_it_was_in(stage) -> None:  # type: ignore[no-untyped-def]
     counts = stream(stage.options(stream=True).count, 2, stage="Model", deadline=Deadline(0.2))
-    assert [await anext(counts), await anext(counts)] == [0, 1]
+    assert [await anext(counts), await anext(counts)] == [Delta([0]), Delta([1])]
     with pytest.raises(StageTimeout, match=r"still in Model when its 0\.2 s were over"):
         await anext(counts)

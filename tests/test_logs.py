@@ -1,9 +1,10 @@
 import logging
+from contextvars import copy_context
 
 import pytest
 
 from deployments.errors import FetchFailed, InvalidMedia, ServingError
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import about, log_refusals_in_one_line
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,24 @@ def test_a_media_hosts_error_is_one_line(caplog: pytest.LogCaptureFixture) -> No
     record = logged(FetchFailed("The media host answered 500."), caplog)
     assert record.getMessage() == "refused with 502: The media host answered 500."
     assert record.exc_info is None
+
+
+def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
+    error = InvalidMedia("The image is damaged.")
+
+    def call() -> None:
+        with about("messages[0].content[2]"):
+            logging.getLogger("ray.serve").warning("This looks odd.")
+            raise error
+
+    log_refusals_in_one_line()
+    with pytest.raises(InvalidMedia):
+        copy_context().run(call)
+    assert [record.item for record in caplog.records] == ["messages[0].content[2]"]  # type: ignore[attr-defined]
+    caplog.clear()
+    assert logged(error, caplog).item == "messages[0].content[2]"  # type: ignore[attr-defined]  # by Serve
+    caplog.clear()
+    assert not hasattr(logged(InvalidMedia("Another."), caplog), "item")
 
 
 @pytest.mark.parametrize("error", [ServingError("The model failed."), KeyError("a bug")])

@@ -58,11 +58,20 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("verbose", "shown"), [(False, LINES[1:3]), (True, LINES)])
+AS_JSON = [
+    '(ServeReplica:headrace:Model pid=2) {"levelname": "INFO", "message": "quiet"}\n',
+    '(ServeReplica:headrace:Model pid=2) {"levelname": "WARNING", "message": "look here"}\n',
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "verbose", "shown"),
+    [(LINES, False, LINES[1:3]), (LINES, True, LINES), (AS_JSON, False, AS_JSON[1:])],
+)
 def test_only_what_matters_is_shown(
-    verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
+    lines: list[str], verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    relay(LINES, verbose, lambda: None)
+    relay(lines, verbose, lambda: None)
     assert capsys.readouterr().out == "".join(shown)
 
 

@@ -23,15 +23,18 @@ class EngineStats:
 
     running: int = 0  # answers that get a token in each step, or whose prompt is being read
     waiting: int = 0  # answers
+    max_running: int = 1
     kv_tokens: int = 0  # that the cache holds; 0 where the engine has no cache of its own
     kv_tokens_used: int = 0  # by running answers
     steps: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0  # of `prompt_tokens`, found in the cache
+    prefix_evictions: int = 0  # blocks
     generated_tokens: int = 0
     preemptions: int = 0
     encoder_hits: int = 0  # items
     encoder_misses: int = 0
+    encoder_evictions: int = 0
     encoder_bytes: int = 0
 
 

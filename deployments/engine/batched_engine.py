@@ -66,7 +66,7 @@ class BatchedEngine(ThreadedEngine):
         self._runner = Runner(model, num_blocks + RESERVED)
         self._scheduler = Scheduler(BlockPool(num_blocks + RESERVED), limits.max_running, limits.step_tokens)
         self._encoded = EncoderCache(limits.encoder_cache_bytes)
-        self._stats = EngineStats(kv_tokens=num_blocks * BLOCK)
+        self._stats = EngineStats(max_running=limits.max_running, kv_tokens=num_blocks * BLOCK)
         self._thread.start()
 
     def stats(self) -> EngineStats:
@@ -77,7 +77,9 @@ class BatchedEngine(ThreadedEngine):
             waiting=len(scheduler.waiting),
             kv_tokens_used=self._stats.kv_tokens - scheduler.pool.num_free * BLOCK,
             preemptions=scheduler.preemptions,
+            prefix_evictions=scheduler.pool.evictions,
             encoder_bytes=self._encoded.num_bytes,
+            encoder_evictions=self._encoded.evictions,
         )
 
     def _run(self) -> None:
@@ -232,6 +234,7 @@ class EncoderCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
+        self.evictions = 0
         self._max_bytes = max_bytes
         self._items: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
@@ -247,6 +250,7 @@ class EncoderCache:
         while self.num_bytes > self._max_bytes:
             _, oldest = self._items.popitem(last=False)
             self.num_bytes -= oldest.nbytes
+            self.evictions += 1
 
 
 def _first(sequence: Sequence) -> dict[str, Any]:

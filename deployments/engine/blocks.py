@@ -19,6 +19,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks - RESERVED
+        self.evictions = 0  # blocks whose tokens might have been found
         self._users = [0] * num_blocks
         self._name: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
@@ -51,6 +52,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         block, _ = self._free.popitem(last=False)
+        self.evictions += block in self._name
         self.forget(block)
         self._users[block] = 1
         return block

@@ -60,7 +60,7 @@ class TransformersEngine(ThreadedEngine):
         self._thread.start()
 
     def stats(self) -> EngineStats:
-        return replace(self._stats, waiting=len(self._waiting))
+        return replace(self._stats, waiting=len(self._waiting) + self._inbox.qsize())
 
     def _run(self) -> None:
         while True:

@@ -1,0 +1,122 @@
+"""What recording metrics costs: requests with and without it in turn, in one process and one run.
+
+    python scripts/bench_overhead.py [-n 40] [--rounds 12]
+
+The stages run in Serve's local mode, where a request costs less than between processes: the share that is
+printed is more than a server's. Beside it, what it costs to hand them to Ray, once a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import ray
+from bench_latency import image_request, text_request
+
+sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from local_graph import LocalGraph  # the tests' server without a cluster
+
+from app import calls, observe
+from app.config import AppConfig
+from deployments import metrics
+
+PATH = "/v1/chat/completions"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", type=int, default=40, help="requests in a block")
+    parser.add_argument("--rounds", type=int, default=12, help="of a block with and one without")
+    args = parser.parse_args()
+    asyncio.run(compare(args.n, args.rounds))
+    hand_over()
+
+
+async def compare(n: int, rounds: int) -> None:
+    async with await LocalGraph(AppConfig()).client() as client:
+        for name, make in (("short text", text_request), ("224 px image", image_request)):
+            await block(client, make, 0, n)
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            for number in range(1, rounds + 1):
+                for on in (True, False) if number % 2 else (False, True):
+                    with contextlib.nullcontext() if on else off():
+                        seconds[on].append(await block(client, make, 2 * number + on, n))
+            with_ms, without_ms = (1000 * statistics.median(seconds[on]) for on in (True, False))
+            pairs = zip(seconds[True], seconds[False], strict=True)
+            share = statistics.median(100 * (a / b - 1) for a, b in pairs)
+            print(
+                f"{name}: {with_ms:.2f} ms of CPU a request with metrics, {without_ms:.2f} without:"
+                f" {share:+.1f} %, median of {rounds} pairs of {n} requests"
+            )
+
+
+async def block(client: httpx.AsyncClient, make: Any, number: int, n: int) -> float:
+    """Seconds of CPU of the process for each of `n` requests."""
+    bodies = [make(1000 * number + seed) for seed in range(n)]
+    start = time.process_time()
+    for body in bodies:
+        response = await client.post(PATH, json=body)
+        assert response.status_code == 200, response.text
+    return (time.process_time() - start) / n
+
+
+@contextlib.contextmanager
+def off() -> Any:
+    """Nothing is counted, and nothing is asked whether to count."""
+
+    def nothing(*_: object, **__: object) -> None: ...
+
+    async def passes(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+    with contextlib.ExitStack() as stack:
+        for cls, method in (
+            (metrics.Counter, "add"),
+            (metrics.Gauge, "add"),
+            (metrics.Gauge, "set"),
+            (metrics.Histogram, "observe"),
+            (observe.TokenTimes, "saw"),
+        ):
+            stack.enter_context(mock.patch.object(cls, method, nothing))
+        stack.enter_context(mock.patch.object(observe.RequestTimes, "__call__", passes))
+        stack.enter_context(mock.patch.object(calls, "calling", return_value=contextlib.nullcontext()))
+        yield
+
+
+def hand_over() -> None:
+    """All series change within a second, as in a server that is asked for everything at once."""
+    ray.init(num_cpus=1, log_to_driver=False)
+    publisher = metrics.Publisher(metrics.ALL)
+    publisher.push()
+    series = sum(len(list(metric.samples())) for metric in metrics.ALL)
+    times = []
+    for _ in range(20):
+        for metric in metrics.ALL:
+            if isinstance(metric, metrics.Histogram):
+                for tags, _ in metric.items():
+                    metric.observe(0.0001, *tags)
+            else:
+                for tags, value in metric.items():
+                    metric._values[tags] = value + 1
+        start = time.process_time()
+        publisher.push()
+        times.append(time.process_time() - start)
+    ray.shutdown()
+    ms = 1000 * statistics.median(times)
+    print(f"handing over {series} series, all of them changed: {ms:.2f} ms, once a second")
+
+
+if __name__ == "__main__":
+    main()
