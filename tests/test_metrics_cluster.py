@@ -159,7 +159,7 @@ def prometheus(own: Server, tmp_path: Path) -> Iterator[str]:
     if PROMETHEUS is None:
         pytest.skip("no prometheus: install Debian's package of this name")
     (port,) = free_ports(1)
-    found = json.loads((own.logs.parent.parent / "prom_metrics_service_discovery.json").read_text())
+    found = json.loads((own.logs.parent / "prom_metrics_service_discovery.json").read_text())
     config = {
         "global": {"scrape_interval": f"{SCRAPE_S}s"},
         "scrape_configs": [{"job_name": "ray", "static_configs": found}],
