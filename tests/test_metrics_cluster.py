@@ -130,7 +130,7 @@ def test_a_line_of_the_log_tells_request_stage_and_item(own: Server) -> None:
     told = {line["item"]: line for line in lines if "item" in line}
     refused = told["messages[0].content[1]"]
     assert refused["message"].startswith("refused with 415: ")
-    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "MediaLoader")
+    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "headrace_MediaLoader")
     assert [line for line in lines if line["message"] == refused["message"]] == [refused]  # once
     for file in (own.logs / "serve").glob("*.log"):
         assert str(pictures[0])[80:120] not in file.read_text()
