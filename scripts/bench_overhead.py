@@ -1,6 +1,6 @@
 """What recording metrics costs: requests with and without it in turn, in one process and one run.
 
-    python scripts/bench_overhead.py [-n 40] [--rounds 12]
+    python scripts/bench_overhead.py [-n 20] [--rounds 8]
 
 The stages run in Serve's local mode, where a request costs less than between processes: the share that is
 printed is more than a server's. Beside it, what it costs to hand them to Ray, once a second.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import statistics
 import sys
 import time
@@ -37,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-n", type=int, default=40, help="requests in a block")
-    parser.add_argument("--rounds", type=int, default=12, help="of a block with and one without")
+    parser.add_argument("-n", type=int, default=20, help="requests in a block")
+    parser.add_argument("--rounds", type=int, default=8, help="of a block with and one without")
     args = parser.parse_args()
     asyncio.run(compare(args.n, args.rounds))
     hand_over()
@@ -46,6 +47,7 @@ def main() -> None:
 
 async def compare(n: int, rounds: int) -> None:
     async with await LocalGraph(AppConfig()).client() as client:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         for name, make in (("short text", text_request), ("224 px image", image_request)):
             await block(client, make, 0, n)
             seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -58,7 +60,8 @@ async def compare(n: int, rounds: int) -> None:
             share = statistics.median(100 * (a / b - 1) for a, b in pairs)
             print(
                 f"{name}: {with_ms:.2f} ms of CPU a request with metrics, {without_ms:.2f} without:"
-                f" {share:+.1f} %, median of {rounds} pairs of {n} requests"
+                f" {share:+.1f} %, median of {rounds} pairs of {n} requests",
+                flush=True,
             )
 
 
