@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,10 +12,10 @@ from tokenizers import Tokenizer
 
 from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
-from app.readiness import Readiness
+from app.readiness import missing_stages
 from deployments import tracing
 from deployments.metrics import publish
-from deployments.release import freeze_start_up
+from deployments.release import freeze_start_up, reuse_memory
 
 
 @serve.ingress()
@@ -39,14 +40,17 @@ class Ingress:
         )
         tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings
+        self._handles = (tokenizer, media, embeddings, preprocessor, model)
         self._pipeline = Pipeline(
             Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
         )
         self._pipeline.watch.start()
         publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
-        self._readiness = Readiness(serve.get_replica_context().app_name)
+        reuse_memory()
         freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._pipeline, self._tokenizer, lambda: self._readiness.reason, self._settings)
+        return create_app(
+            self._pipeline, self._tokenizer, partial(missing_stages, self._handles), self._settings
+        )

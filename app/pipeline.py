@@ -42,6 +42,7 @@ from deployments.metrics import CALL_BYTES_IN, CALL_BYTES_OUT
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
+from deployments.payload import INLINE_BYTES
 from deployments.types import (
     SECONDS,
     Delta,
@@ -353,7 +354,8 @@ class Pipeline:
 
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
-            media, loading = await self._load(source, terms.options, terms.deadline)
+            in_message = _is_small(source) and not terms.options.previews
+            media, loading = await self._load(source, terms.options, terms.deadline, in_message)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
             return replace(media, name=terms.name(item), param=item.param), loading
@@ -394,23 +396,28 @@ class Pipeline:
         _count_bytes("EmbeddingLoader", modality, num_bytes, features.payload.nbytes)
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
-    async def _load(self, source: MediaSource, options: MediaOptions, deadline: Deadline) -> Any:
-        load = self._stages.media.options(session_id=_place(source.url or _sample(source))).load
+    async def _load(
+        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool
+    ) -> tuple[Media, Timing]:
+        stage = self._stages.media.options(
+            session_id=_place(source.url or _sample(source)), _by_reference=not in_message
+        )
+        options = replace(options, in_message=in_message)
+        attempt = partial(
+            _call_in_time,
+            stage.load,
+            source,
+            options,
+            stage="MediaLoader",
+            deadline=deadline,
+            modality=source.modality,
+        )
         try:
-            media, timing = await once_more(
-                partial(
-                    _call_in_time,
-                    load,
-                    source,
-                    options,
-                    stage="MediaLoader",
-                    deadline=deadline,
-                    modality=source.modality,
-                ),
-                on=ReplicaDied,
-            )
+            media, timing = await once_more(attempt, on=ReplicaDied)
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
+        if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
+            return await self._load(source, options, deadline, in_message=False)
         _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
         return media, timing
 
@@ -515,6 +522,12 @@ async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline,
 def _place(key: Name | str) -> str:
     """Tells a router what belongs together; see `deployments.affinity`."""
     return key if isinstance(key, str) else "\0".join(key)
+
+
+def _is_small(source: MediaSource) -> bool:
+    """A guess, before it is decoded: a JPEG or MP3 grows about eightfold."""
+    is_still = source.modality != Modality.VIDEO and source.kind == "data"
+    return is_still and sum(payload.nbytes for payload in source.payloads) <= INLINE_BYTES // 8
 
 
 def _sample(source: MediaSource) -> str:

@@ -53,7 +53,7 @@ class EmbeddingLoader:
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
 
-        A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
+        A cancelled or timed-out load stops where it is: before it begins, or between two slices of base64.
         """
         stopped = threading.Event()
         with about(source.param), let_go_on_error(source.sent):
@@ -100,6 +100,8 @@ class EmbeddingLoader:
         made = {source.name: embeds.values} | positions | _token_types(source.form, num_tokens)
         # In the order in which the client sent them; what it did not send comes last.
         arrays = {name: made[name] for name in sent if name in made} | made
+        payload, packing_ms = await self._pool.run(pack, arrays)
+        ms += packing_ms
         self._done += 1
         logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
         return MMFeatures(
@@ -107,7 +109,7 @@ class EmbeddingLoader:
             digest=_digest(embeds, positions),
             num_tokens=num_tokens,
             replacement=[*source.form.before, (source.form.token_id, num_tokens), *source.form.after],
-            payload=await pack(arrays),
+            payload=payload,
             shapes={name: (array.shape, array.dtype.name) for name, array in arrays.items()}
             | {source.name: (embeds.values.shape, embeds.dtype)},
             service_ms=ms,

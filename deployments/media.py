@@ -22,7 +22,6 @@ from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import audio, data_uri, image, video
 from deployments.multimodal.audio import AudioLimits
-from deployments.multimodal.decoding import Decoded
 from deployments.multimodal.fetch import Fetched, Fetcher
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.http_cache import HttpCache
@@ -42,6 +41,7 @@ logger = logging.getLogger("ray.serve")
 
 MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
+KEEP_S = 5.0  # arrays that were too large for a message, until the call by reference comes
 
 
 class MediaConfig(StageConfig):
@@ -127,6 +127,7 @@ class MediaLoader:
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
         self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
+        self._too_large: dict[str, Media] = {}  # by digest, for a moment
         self._hits = self._misses = self._evictions = 0  # of these
         self._fetching = self._fetched = self._done = 0  # items
         publish(self._report)
@@ -138,6 +139,7 @@ class MediaLoader:
     async def reset_cache(self) -> None:
         self._cache.clear()
         self._decoded.clear()
+        self._too_large.clear()
 
     async def close(self) -> None:
         """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
@@ -148,6 +150,8 @@ class MediaLoader:
     @served
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
+
+        With `in_message` also without arrays that are too large for one; the same call without it has them.
 
         Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
 
@@ -196,7 +200,15 @@ class MediaLoader:
         if source.kind == "url":
             key = (source.modality, source.url, options)
             return await self._by_url.run(key, lambda: self._load_url(source, options))
-        return await self._load_data(source, options)
+        media = await self._load_data(source, options)
+        return self._without_references(media) if options.in_message else media
+
+    def _without_references(self, media: Media) -> Media:
+        if media.payload.ref is None:
+            return media
+        self._too_large[media.digest] = media
+        asyncio.get_running_loop().call_later(KEEP_S, self._too_large.pop, media.digest, None)
+        return replace(media, payload=Payload(media.payload.nbytes))
 
     @cached_property
     def _fetcher(self) -> Fetcher:
@@ -262,7 +274,12 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
-        (data, name), ms = await self._pool.run(_read, read, source.modality, options)
+        if options.in_message:  # so little that another thread would take longer to wake up
+            (data, name), ms = _read(read, source.modality, options), 0.0
+        else:
+            (data, name), ms = await self._pool.run(_read, read, source.modality, options)
+        if kept := self._too_large.pop(name, None):
+            return replace(kept, service_ms=ms)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
             self._hits += 1
@@ -279,25 +296,15 @@ class MediaLoader:
     async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
         cancelled = threading.Event()
         try:
-            (decoded, shown), ms = await self._pool.run(self._decode_now, data, modality, options, cancelled)
+            media, ms = await self._pool.run(self._decode_now, data, name, modality, options, cancelled)
         finally:
             cancelled.set()
-        return Media(
-            modality=modality,
-            digest=name,
-            payload=await pack(decoded.arrays),
-            info=decoded.info,
-            num_bytes=len(data),
-            mime=decoded.mime,
-            service_ms=ms,
-            video_metadata=decoded.video_metadata,
-            previews=shown,
-        )
+        return replace(media, service_ms=ms)
 
     @traced("decode")
     def _decode_now(
-        self, data: bytes, modality: Modality, options: MediaOptions, cancelled: threading.Event
-    ) -> tuple[Decoded, list[str]]:
+        self, data: bytes, name: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
+    ) -> Media:
         config = self._config
         match modality:
             case Modality.IMAGE:
@@ -308,7 +315,16 @@ class MediaLoader:
                 num_frames, fps, longest = options.num_frames, options.fps, options.max_duration
                 decoded = video.decode(data, num_frames, fps, config.video, cancelled, longest)
         shown = previews(modality, decoded.arrays, options.sampling_rate) if options.previews else []
-        return decoded, shown
+        return Media(
+            modality=modality,
+            digest=name,
+            payload=pack(decoded.arrays),
+            info=decoded.info,
+            num_bytes=len(data),
+            mime=decoded.mime,
+            video_metadata=decoded.video_metadata,
+            previews=shown,
+        )
 
     def _remember(self, media: Media) -> None:
         self._decoded[media.digest] = media

@@ -14,9 +14,9 @@ import ray
 from deployments.pool import lower_priority
 from deployments.types import Arrays, Payload
 
-# In the message up to here. Milliseconds from replica to replica, in the message and by reference (see
-# scripts/bench_payload.py): 64 KiB 5.4 / 7.2, 128 KiB 10.1 / 10.3, 256 KiB 9.0 / 8.1, 1 MiB 11.7 / 8.6, 4 MiB
-# 17.1 / 11.8. Beyond 100 KB Ray itself stores a message, on the thread that sends it.
+# In the message up to here. Milliseconds from replica to replica, in a message of gRPC and by reference (see
+# scripts/bench_payload.py): 64 KiB 7.8 / 12.1, 128 KiB 5.7 / 9.8, 256 KiB 6.9 / 10.1, 512 KiB 12.0 / 11.7,
+# 1 MiB 15.5 / 11.8, 2 MiB 30.0 / 17.0.
 INLINE_BYTES = 256 * 1024
 
 
@@ -24,13 +24,12 @@ INLINE_BYTES = 256 * 1024
 _COPYING = ThreadPoolExecutor(2, thread_name_prefix="copy", initializer=lower_priority, initargs=(19,))
 
 
-async def pack(arrays: Arrays) -> Payload:
-    """Large arrays are copied once into the object store, in a thread: the copy must not stop the loop."""
+def pack(arrays: Arrays) -> Payload:
+    """Large arrays are copied once into the object store: not on an event loop, which the copy would stop."""
     nbytes = sum(array.nbytes for array in arrays.values())
     if nbytes <= INLINE_BYTES or not ray.is_initialized():
         return Payload(nbytes, inline=pickle.dumps(arrays, protocol=5))
-    loop = asyncio.get_running_loop()
-    return Payload(nbytes, ref=await loop.run_in_executor(_COPYING, ray.put, arrays))
+    return Payload(nbytes, ref=ray.put(arrays))
 
 
 async def unpack(payload: Payload) -> Arrays:
@@ -47,7 +46,10 @@ async def unpack(payload: Payload) -> Arrays:
 
 async def pack_pieces(pieces: Sequence[bytes]) -> Payload:
     """One text in pieces, as uint8[n] each: they are copied once, into the store, and not joined before."""
-    return await pack({str(i): np.frombuffer(piece, np.uint8) for i, piece in enumerate(pieces)})
+    arrays = {str(i): np.frombuffer(piece, np.uint8) for i, piece in enumerate(pieces)}
+    if sum(map(len, pieces)) <= INLINE_BYTES:
+        return pack(arrays)
+    return await asyncio.get_running_loop().run_in_executor(_COPYING, pack, arrays)
 
 
 async def unpack_pieces(payloads: Iterable[Payload]) -> list[npt.NDArray[np.uint8]]:

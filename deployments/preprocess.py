@@ -15,7 +15,7 @@ from pydantic import Field
 from deployments.checkpoint import load_processor
 from deployments.errors import NotDecoded, StageTimeout, UnknownName, UnsupportedMedia
 from deployments.exactness import only_what_is_exact
-from deployments.item_processor import ItemProcessor, Processed
+from deployments.item_processor import ItemProcessor
 from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal.feature_cache import FeatureCache, Kept
@@ -135,10 +135,9 @@ class MMPreprocessor:
         arrays = await asyncio.gather(*(unpack(media.payload) for media in items))
         pairs = list(zip(items, arrays, strict=True))
         processed, ms = await self._pool.run(self._process, pairs, settings)
-        payloads = await asyncio.gather(*(pack(each.features) for each in processed))
         for each in processed:
             logger.info("preprocessed %s: %d tokens in %.1f ms", modality, each.num_tokens, ms)
-        features = [each.record(payload, ms) for each, payload in zip(processed, payloads, strict=True)]
+        features = [replace(each, service_ms=ms) for each in processed]
         for media, each_features in zip(items, features, strict=True):
             self._cache.store(Kept(_bare(media), each_features))
         return MMBatch(features, ms)
@@ -168,10 +167,10 @@ class MMPreprocessor:
     @traced("preprocess")
     def _process(
         self, items: list[tuple[Media, Arrays]], settings: ProcessorSettings | None
-    ) -> list[Processed]:
+    ) -> list[MMFeatures]:
         processor = self._idle.get()
         try:
-            return processor.process(items, settings)
+            return [each.record(pack(each.features)) for each in processor.process(items, settings)]
         finally:
             self._idle.put(processor)
 

@@ -260,7 +260,7 @@ CHAT = Chat([{"role": "user", "content": PROMPT}])
 
 async def photo(width: int, height: int) -> Media:
     pixels = image.decode(jpeg(width, height), ImageLimits()).arrays["pixels"]
-    return Media(Modality.IMAGE, "", await pack({"pixels": pixels}), {}, 0, "image/jpeg")
+    return Media(Modality.IMAGE, "", pack({"pixels": pixels}), {}, 0, "image/jpeg")
 
 
 async def preprocess(preprocessor: Any, item: Media) -> object:

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,30 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     assert [answer.status for answer in answers] == [200], answers
     assert server.replicas("MediaLoader") != [pid]
     wait_until(lambda: health(server)[0] == 200, 30)
+
+
+def test_a_small_item_whose_loader_dies_is_answered_all_the_same(server: Server) -> None:
+    """It travels in messages of gRPC, which tell of a death in another way than Ray does."""
+    (pid,) = server.replicas("MediaLoader")
+    os.kill(pid, signal.SIGSTOP)
+    request = chat(media("image", data_uri("image/png", png(77))), max_tokens=1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, COMPLETIONS, request)
+        assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200  # the first is on its way
+        os.kill(pid, signal.SIGKILL)
+        assert answer.result(60).status == 200, answer.result().body
+    wait_until(lambda: health(server)[0] == 200, 30)
+
+
+@pytest.mark.parametrize("size", [128, 4000], ids=["fits", "too-large"])
+def test_a_small_file_whatever_it_decodes_to(server: Server, size: int) -> None:
+    """Its answer is wanted in a message, which does not hold 48 MB of one colour."""
+    rendered = server.render(
+        media("image", data_uri("image/png", encoded(Image.new("L", (size, size)), "png")))
+    )
+    (item,) = rendered["items"]
+    assert item["media"]["width"] == size
+    assert item["num_tokens"] > 0
 
 
 def test_who_waits_for_a_model_that_dies_is_told_and_it_is_replaced(server: Server) -> None:

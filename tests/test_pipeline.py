@@ -1,6 +1,7 @@
 """The fan-out over the real stages in local mode, with one of them replaced where only a fault shows."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from app.config import AppConfig
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
-from deployments.types import Chat, Media, MMFeatures, Modality, Payload
+from deployments.types import Chat, Media, MediaOptions, MediaSource, MMFeatures, Modality, Payload
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,22 @@ class CountingLoader(MediaLoader):
         return self._counts
 
 
+class FullLoader(MediaLoader):
+    """Whatever it decodes is too large for a message."""
+
+    def __init__(self) -> None:
+        super().__init__(AppConfig().media)
+        self._asked: list[bool] = []
+
+    async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
+        self._asked.append(options.in_message)
+        media = await super().load(source, options, timeout_s)
+        return replace(media, payload=Payload(2**20)) if options.in_message else media
+
+    async def asked(self) -> list[bool]:
+        return self._asked
+
+
 class ForgetfulPreprocessor(MMPreprocessor):
     """Stands for one whose input went with the process that owned it."""
 
@@ -118,6 +135,13 @@ async def test_a_file_that_kills_two_loaders_is_the_clients_error(graph: LocalGr
     with pytest.raises(InvalidMedia, match="failed twice") as caught:
         await prepare(graph, parsed(7), media=local(DyingLoader, 2))
     assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_what_is_too_large_for_a_message_is_asked_for_by_reference(graph: LocalGraph) -> None:
+    loader = local(FullLoader)
+    prepared = await prepare(graph, parsed(7), media=loader)
+    assert prepared.items[0].features.num_tokens > 0
+    assert await loader.asked.remote() == [True, False]
 
 
 async def test_a_lost_array_is_loaded_again(graph: LocalGraph) -> None:

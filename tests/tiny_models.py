@@ -370,11 +370,11 @@ def encoded_by_omni(sample: str) -> Encoded:
     data = (Path(__file__).parent.parent / "docs" / "samples" / sample).read_bytes()
     kind = {"png": "image", "wav": "audio", "mp4": "video"}[sample[-3:]]
     uri = f"data:;base64,{base64.b64encode(data).decode()}"
-    decoded, *_ = MediaLoader(MediaConfig())._decode_now(
-        data, Modality(kind), item_processor(OMNI).spec().options, threading.Event()
+    media = MediaLoader(MediaConfig())._decode_now(
+        data, "", Modality(kind), item_processor(OMNI).spec().options, threading.Event()
     )
-    media = Media(Modality(kind), "", Payload(0), {}, 0, "", video_metadata=decoded.video_metadata)
-    item = engine_item(OMNI, media, decoded.arrays)
+    assert media.payload.inline is not None  # there is no object store
+    item = engine_item(OMNI, media, pickle.loads(media.payload.inline))
     with torch.inference_mode():
         values = encode(load_model(OMNI, "cpu", "auto"), item)
     tensors = {f"{kind}_embeds": values}
