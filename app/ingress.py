@@ -15,7 +15,7 @@ from app.pipeline import Pipeline, Stages
 from app.readiness import missing_stages
 from deployments import tracing
 from deployments.metrics import publish
-from deployments.release import freeze_start_up
+from deployments.release import freeze_start_up, reuse_memory
 
 
 @serve.ingress()
@@ -47,6 +47,7 @@ class Ingress:
         self._pipeline.watch.start()
         publish()
         self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
+        reuse_memory()
         freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -54,9 +54,9 @@ class Timings:
                 "queue": self.first - prepared.ready - self.prefill,
                 "prefill": self.prefill,
                 "decode": self.last - self.first,
-                "finish": total - self.last,
             }
-        return {name: round(ms, 3) for name, ms in (phases | {"total": total}).items()}
+        phases |= {"finish": total - (self.last or prepared.ready), "total": total}
+        return {name: round(max(0.0, ms), 3) for name, ms in phases.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Without the items: see `of_stages`."""

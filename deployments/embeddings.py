@@ -53,11 +53,10 @@ class EmbeddingLoader:
     async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
         """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
 
-        A cancelled or timed-out load stops where it is: before it begins, or within a megabyte of base64.
+        A cancelled or timed-out load stops where it is: before it begins, or between two slices of base64.
         """
-        about(source.param)
         stopped = threading.Event()
-        with let_go_on_error(source.sent):
+        with about(source.param), let_go_on_error(source.sent):
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._load(source, stopped)

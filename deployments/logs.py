@@ -7,6 +7,8 @@ logs are JSON, a line about an item names its place in the request beside Serve'
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from deployments.errors import ServingError
@@ -14,9 +16,15 @@ from deployments.errors import ServingError
 _ITEM: ContextVar[str] = ContextVar("item", default="")
 
 
-def about(*params: str) -> None:
-    """Lines of this call are about these items."""
-    _ITEM.set(", ".join(filter(None, params)))
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Lines of this call are about the item at this place of the request, and so is an error."""
+    _ITEM.set(param)
+    try:
+        yield
+    except ServingError as error:
+        error.param = error.param or param
+        raise
 
 
 def log_refusals_in_one_line() -> None:
@@ -28,9 +36,9 @@ def log_refusals_in_one_line() -> None:
 
 class _Refusals(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        if item := _ITEM.get():
-            record.item = item
         error = record.exc_info[1] if record.exc_info else None
+        if item := getattr(error, "param", None) or _ITEM.get():  # Serve logs errors in a context of its own
+            record.item = item
         if isinstance(error, ServingError) and error.status != ServingError.status:
             record.msg, record.args = "refused with %d: %s", (error.status, error.message)
             record.exc_info = None

@@ -158,8 +158,7 @@ class MediaLoader:
         Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
         the same URL.
         """
-        about(source.param)
-        with let_go_on_error(source.payloads):
+        with about(source.param), let_go_on_error(source.payloads):
             try:
                 async with asyncio.timeout(timeout_s):
                     media = await self._load(source, options)

@@ -235,15 +235,16 @@ class Publisher:
     def _push(self, metric: Metric, sample: Sample) -> None:
         key = (sample.name, sample.tags)
         told = self._told.get(key)
-        if sample.value == told:
+        is_gauge = isinstance(metric, Gauge)
+        if sample.value == told and not is_gauge:  # Ray forgets a gauge that is not set for a while
             return
         self._told[key] = sample.value
         made = self._made.get(sample.name)
         if made is None:
-            cls = ray_metrics.Gauge if isinstance(metric, Gauge) else ray_metrics.Counter
+            cls = ray_metrics.Gauge if is_gauge else ray_metrics.Counter
             made = cls(sample.name, metric.help, tuple(name for name, _ in sample.tags))
             self._made[sample.name] = made
-        if isinstance(metric, Gauge):
+        if is_gauge:
             made.set(sample.value, dict(sample.tags))
         else:
             # Not `inc`, which refuses 0: without a 0 first, Prometheus would not see the first increase.

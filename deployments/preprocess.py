@@ -79,7 +79,6 @@ class MMPreprocessor:
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
-        about(*(media.param for media in items))
         with let_go_on_error():
             modality = items[0].modality
             if modality not in self._spec.modalities:
@@ -87,7 +86,8 @@ class MMPreprocessor:
             digests = self._digests(items, settings)
             batch = self._find(digests)
             if batch is None:
-                batch = await self._share(digests, items, timeout_s, settings)
+                with about(items[0].param):
+                    batch = await self._share(digests, items, timeout_s, settings)
             for media in items:
                 if media.name:
                     self._cache.name(media.name, _bare(media))

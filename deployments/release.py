@@ -19,6 +19,9 @@ from typing import Any
 
 import ray
 
+_AT_HAND = 64 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
 _due: tuple[asyncio.AbstractEventLoop, float] | None = None  # the next collection
 
 
@@ -49,7 +52,18 @@ def collect_soon() -> None:
     at = math.floor(loop.time()) + 2.0
     if _due != (loop, at):
         _due = loop, at
-        loop.call_at(at, loop.run_in_executor, None, _collect)
+        loop.call_at(at, _collect_now, loop, at)
+
+
+def reuse_memory() -> None:
+    """Freed memory stays at hand up to _AT_HAND bytes, until a collection finds the process quiet.
+
+    By default glibc returns what was freed of a body's last chunks at once, and the next chunks have to be
+    mapped again, page by page: a third of what the system does to receive a large body.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_TRIM_THRESHOLD, _AT_HAND)
+        mallopt(_M_MMAP_THRESHOLD, _AT_HAND // 2)
 
 
 def freeze_start_up() -> None:
@@ -59,8 +73,13 @@ def freeze_start_up() -> None:
         gc.freeze()
 
 
-def _collect() -> None:
+def _collect_now(loop: asyncio.AbstractEventLoop, at: float) -> None:
+    is_quiet = _due == (loop, at)  # else requests keep coming, which use what the allocator keeps
+    loop.run_in_executor(None, _collect, is_quiet)
+
+
+def _collect(give_back: bool) -> None:
     gc.collect()
     # What the allocator keeps goes back to the system.
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+    if give_back and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc's
         trim(0)

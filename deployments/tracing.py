@@ -51,6 +51,8 @@ def start(endpoint: str, stage: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    # Every second: Serve kills a replica that has ended its work, and what has not left then is lost.
+    os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "1000")
     resource = Resource.create(
         {"service.namespace": "headrace", "service.name": stage, "process.pid": os.getpid()}
     )
@@ -131,17 +133,19 @@ def served_deltas(
         # Not the current span: a generator may go on in another context than it began in.
         with _span(stage, SpanKind.SERVER, {"stage": stage}, parent) as server:
             first, num_tokens = 0, 0
-            async with aclosing(method(*args, **kwargs)) as deltas:
-                async for delta in deltas:
-                    if not first:
-                        first = time.time_ns()
-                        begin = first - int(delta.prefill_ms * 1e6)
-                        _part(server, "queue", begin - int(delta.queue_ms * 1e6), begin)
-                        _part(server, "prefill", begin, first)
-                    num_tokens += len(delta.token_ids)
-                    yield delta
-            _part(server, "decode", first, time.time_ns())
-            server.set_attribute("num_tokens", num_tokens)
+            try:
+                async with aclosing(method(*args, **kwargs)) as deltas:
+                    async for delta in deltas:
+                        if not first:
+                            first = time.time_ns()
+                            begin = first - int(delta.prefill_ms * 1e6)
+                            _part(server, "queue", begin - int(delta.queue_ms * 1e6), begin)
+                            _part(server, "prefill", begin, first)
+                        num_tokens += len(delta.token_ids)
+                        yield delta
+            finally:
+                _part(server, "decode", first, time.time_ns())
+                server.set_attribute("num_tokens", num_tokens)
 
     return cast(Callable[P, AsyncGenerator[Delta, None]], run)
 

@@ -218,6 +218,15 @@ class Server:
         connection.request("GET", path)
         return json.loads(connection.getresponse().read())
 
+    def cpu_ms(self) -> dict[str, float]:
+        """Of each process since its start; the client is this one."""
+        user, system, *_ = os.times()
+        ms = {"client": (user + system) * 1000}
+        for name, pid in self.pids.items():
+            ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            ms[name] = sum(map(int, ticks)) * 1000 / os.sysconf("SC_CLK_TCK")
+        return ms
+
     def anonymous_mib(self, stage: str) -> float:
         status = Path(f"/proc/{self.pids[stage]}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) / 1024
@@ -272,6 +281,8 @@ def stages(mark: str) -> Iterator[tuple[str, int]]:
                 title = (entry / "cmdline").read_text().split("\0")[0]
                 if title.startswith("ray::ServeReplica:headrace:"):
                     yield title.rpartition(":")[2], int(entry.name)
+                elif title.endswith("/haproxy"):
+                    yield "HAProxy", int(entry.name)
 
 
 # Measuring
@@ -436,7 +447,7 @@ def report(server: Server, variant: str, seconds: float, file: bytes, bodies: di
     )
     print_wall(server, file, largest)
     peaks = {stage: max(figures.peak_mib[stage] for figures in [idle, *rows]) for stage in server.pids}
-    time.sleep(2)
+    time.sleep(3)  # a collection comes after the last body
     print(f"object store: {store / MIB:.0f} MiB before, {server.get('/bench/store') / MIB:.0f} after")
     for stage in STAGES:
         before, peak, after = memory[stage], peaks[stage], server.anonymous_mib(stage)
@@ -463,9 +474,10 @@ def quantile(values: list[float], q: float) -> float:
 def print_wall(server: Server, file: bytes, body: bytes) -> None:
     """Without other requests."""
     steps = floors(server, file, body)
-    before = busy_s()
+    before, own = busy_s(), server.cpu_ms()
     one = [server.send(COMPLETIONS, body) for _ in range(5)]
     busy = (busy_s() - before) / len(one)
+    by_process = {name: (ms - own[name]) / len(one) for name, ms in server.cpu_ms().items()}
     sent, wall = (statistics.median(getattr(s, f"{name}_ms") for s in one) for name in ("sent", "wall"))
     four = statistics.median(max(s.wall_ms for s in at_once(server, body, AT_ONCE)) for _ in range(3))
     must = sum(steps.values())
@@ -475,7 +487,9 @@ def print_wall(server: Server, file: bytes, body: bytes) -> None:
     print(f"{AT_ONCE} at once: {four:.0f} ms, {four / wall:.2f} of one")
     cores = os.cpu_count() or 1
     least_ms = AT_ONCE * busy * 1000 / cores
-    print(f"one takes {busy:.2f} s of CPU, client and HAProxy included; {AT_ONCE} at least {least_ms:.0f} ms")
+    shares = ", ".join(f"{name} {ms:.0f}" for name, ms in sorted(by_process.items(), key=lambda x: -x[1]))
+    print(f"one takes {busy:.2f} s of CPU; {AT_ONCE} at least {least_ms:.0f} ms")
+    print(f"ms of it by process, the rest is the system's and Ray's own: {shares}")
 
 
 def busy_s() -> float:

@@ -22,7 +22,8 @@ import httpx
 import ray
 from bench_latency import image_request, text_request
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from local_graph import LocalGraph  # the tests' server without a cluster
 
 from app import calls, observe

@@ -6,7 +6,7 @@ Two servers of the shipped kind run side by side, one of them sends traces to a 
 same two requests, a short text and a new 224 px image, go to them in turn: plain, with `timings`, and traced.
 Milliseconds to the end, CPU milliseconds of all of the server's replicas, and how much of a request's time,
 by the client's clock, `timings_ms` tells. Then what the hooks of one request with an image cost where tracing
-is off.
+is off, and what it costs to export a span, which happens later, in a thread.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ sys.path += [str(ROOT), str(ROOT / "tests")]
 from bench_latency import Body, image_request, text_request  # noqa: E402
 from cluster import Server, free_ports, read  # noqa: E402
 from collector import Collector, listening  # noqa: E402
+from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from deployments import tracing  # noqa: E402
 
@@ -85,6 +88,7 @@ def main() -> None:
         print(
             f"spans: {len(collector.spans)}, a request: {len(collector.spans) / 2 / (args.n + WARM_UP):.1f}"
         )
+        print(f"exporting: {export_us(collector):.0f} us of CPU a span")
     print(f"hooks of a request with an image where tracing is off: {hooks_us():.1f} us")
 
 
@@ -113,6 +117,24 @@ def pids(server: Server, stage: str) -> list[int]:
     if key not in _pids:
         _pids[key] = server.replicas(stage)
     return _pids[key]
+
+
+def export_us(collector: Collector) -> float:
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    tracer = provider.get_tracer("bench")
+    attributes: Any = {
+        "param": "messages[0].content[0]",
+        "modality": "image",
+        "num_bytes": 1,
+        "num_tokens": 1,
+    }
+    for _ in range(512):
+        tracer.start_span("item", attributes=attributes).end()
+    exporter = tracing._exporter(collector.url)
+    start = time.thread_time()
+    exporter.export(kept.get_finished_spans())
+    return (time.thread_time() - start) / 512 * 1e6
 
 
 def hooks_us() -> float:

@@ -406,7 +406,7 @@ def _name(pid: int) -> str:
         return command.partition("ServeReplica:headrace:")[2].split(".")[0].split()[0]
     program = Path(command.split(" ")[0] or "gone").name
     if program.startswith("ray::"):
-        return program
+        return program.split(".")[0]
     return program if program in ("haproxy", "raylet", "gcs_server") else "rest of Ray"
 
 

@@ -40,11 +40,19 @@ def test_a_media_hosts_error_is_one_line(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
-    def call() -> logging.LogRecord:
-        about("messages[0].content[2]")
-        return logged(InvalidMedia("The image is damaged."), caplog)
+    error = InvalidMedia("The image is damaged.")
 
-    assert copy_context().run(call).item == "messages[0].content[2]"  # type: ignore[attr-defined]
+    def call() -> None:
+        with about("messages[0].content[2]"):
+            logging.getLogger("ray.serve").warning("This looks odd.")
+            raise error
+
+    log_refusals_in_one_line()
+    with pytest.raises(InvalidMedia):
+        copy_context().run(call)
+    assert [record.item for record in caplog.records] == ["messages[0].content[2]"]  # type: ignore[attr-defined]
+    caplog.clear()
+    assert logged(error, caplog).item == "messages[0].content[2]"  # type: ignore[attr-defined]  # by Serve
     caplog.clear()
     assert not hasattr(logged(InvalidMedia("Another."), caplog), "item")
 

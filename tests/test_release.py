@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import platform
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -69,3 +72,23 @@ async def test_cycles_are_collected_when_the_frames_above_had_time_to_end() -> N
     async with asyncio.timeout(10):
         await gone.wait()
     assert loop.time() - start >= 1
+
+
+_FAULTS = """
+import resource
+from deployments.release import reuse_memory
+
+reuse_memory()
+for repeat in range(12):
+    chunks = [bytes(256 * 1024) for _ in range(64)]
+    del chunks
+    if repeat == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have settings of their own")
+def test_what_was_freed_is_used_again_without_being_mapped_again() -> None:
+    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10 * 64  # of 40960 pages

@@ -10,7 +10,7 @@ import pybase64
 
 Piece = npt.NDArray[np.uint8]
 
-_SLICE = 2**20  # bytes; between two of them, work can be stopped
+_SLICE = 2**18  # bytes; a core's cache holds one and what becomes of it, and between two work can be stopped
 
 
 def slices(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -10,6 +10,7 @@ view. The readers say what a file declares; what must hold for an embedding is c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import pickletools
@@ -37,7 +38,7 @@ _MAX_HEADER = 64 * 1024  # bytes of whatever describes the tensor: far more than
 _MAX_DIRECTORY = 128 * 1024  # bytes of a zip's directory
 _MAX_NUMBERS = 64
 _MAX_NUMBERS_FILE = 64 * 1024  # bytes
-_CHECKED = 2**20  # values at a time
+_CHECKED = 2**16  # values at a time: they and their masks fit a core's cache
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 
 
@@ -100,7 +101,7 @@ def _decode(encoded: Sequence[Piece], max_bytes: int, stopped: threading.Event) 
         raise MediaTooLarge(f"The embedding has {size} bytes; the limit is {max_bytes}.")
     if size <= 0 or num_chars % 4:
         raise InvalidMedia("The embedding is not valid base64: its length must be a multiple of 4.")
-    data = mmap.mmap(-1, size)
+    data = _memory(size)
     try:
         for part in base64.decode(encoded):
             if stopped.is_set():
@@ -110,6 +111,14 @@ def _decode(encoded: Sequence[Piece], max_bytes: int, stopped: threading.Event) 
         raise InvalidMedia(
             "The embedding is not valid base64, without line breaks and with padding at its end alone."
         ) from None
+    return data
+
+
+def _memory(size: int) -> mmap.mmap:
+    """Zeros. In huge pages where the system has them: small ones cost more to get than base64 to decode."""
+    data = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        data.madvise(mmap.MADV_HUGEPAGE)
     return data
 
 
