@@ -92,6 +92,11 @@ class Timing:
     def end(self) -> float:
         return self.start + self.queue + self.fetch + self.service
 
+    def then(self, later: Timing) -> Timing:
+        """Of both calls together."""
+        queue = self.queue + later.queue + later.start - self.end
+        return Timing(self.start, queue, self.service + later.service, self.fetch + later.fetch)
+
     def to_json(self) -> dict[str, float]:
         fetch = {"fetch": self.fetch} if self.fetch else {}
         told = {"start": self.start, "queue": self.queue, **fetch, "service": self.service}

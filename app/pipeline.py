@@ -283,7 +283,8 @@ class Pipeline:
         return token_ids
 
     async def decode(self, token_ids: list[int], deadline: Deadline) -> Text:
-        by_reference = len(token_ids) > _GRPC_BYTES // 32  # an id may be a long text
+        # The answer has each token's text twice.
+        by_reference = len(token_ids) * self._stages.text.max_token_length > _GRPC_BYTES // 2
         decode = self._stages.tokenizer.options(_by_reference=by_reference).decode
         text, _ = await once_more(
             lambda: call(decode, token_ids, stage="Tokenizer", deadline=deadline), on=ReplicaDied
@@ -417,7 +418,8 @@ class Pipeline:
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
         if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
-            return await self._load(source, options, deadline, in_message=False)
+            media, bringing = await self._load(source, options, deadline, in_message=False)
+            return media, timing.then(bringing)
         _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
         return media, timing
 

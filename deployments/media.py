@@ -278,7 +278,7 @@ class MediaLoader:
             (data, name), ms = _read(read, source.modality, options), 0.0
         else:
             (data, name), ms = await self._pool.run(_read, read, source.modality, options)
-        if kept := self._too_large.pop(name, None):
+        if not options.previews and (kept := self._too_large.pop(name, None)):
             return replace(kept, service_ms=ms)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):

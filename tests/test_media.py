@@ -484,6 +484,9 @@ async def test_what_is_too_large_for_a_message_waits_for_the_call_by_reference(
         assert again.payload.ref is not None
         assert again.digest == first.digest
         assert len(packed) == 1
+        # Who asks for previews gets some, whatever another's call left here.
+        await loader.load(source, replace(OPTIONS, in_message=True), 10)
+        assert (await loader.load(source, replace(OPTIONS, previews=True), 10)).previews
         # Who does not come for them does not hold them.
         monkeypatch.setattr("deployments.media.KEEP_S", 0)
         await loader.load(source, replace(OPTIONS, in_message=True), 10)
