@@ -9,7 +9,8 @@ most clients read only when they have sent everything. So after such an answer w
 while, and the connection is closed then.
 
 It also drops headers that are not ASCII: Serve reads some of them as UTF-8, and an `x-request-id` that is
-none would end in a bare 500 before the application.
+none would end in a bare 500 before the application. One that is long would be in every line of every stage's
+log; Serve then makes up another.
 
 `app/middleware.py` installs it.
 """
@@ -27,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 AHEAD_BYTES = 2**20
 LINGER_S = 30.0  # that a client may go on sending after its answer
 LINGER_IDLE_S = 5.0  # and this long nothing
+MAX_REQUEST_ID = 512  # characters
 
 _KEY = "headrace.gate"
 
@@ -51,10 +53,14 @@ class GateMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["headers"] = [pair for pair in scope["headers"] if pair[1].isascii()]
+        scope["headers"] = [(name, value) for name, value in scope["headers"] if _may_pass(name, value)]
         scope[_KEY] = gate = _Gate(receive, send)
         await self._app(scope, gate.receive, gate.send)
         await gate.linger()
+
+
+def _may_pass(name: bytes, value: bytes) -> bool:
+    return value.isascii() and (name != b"x-request-id" or len(value) <= MAX_REQUEST_ID)
 
 
 class _Gate:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, nullcon
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
-from opentelemetry import trace
+from opentelemetry import propagate, trace
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -59,6 +59,7 @@ def start(endpoint: str, stage: str) -> None:
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
     _tracer = provider.get_tracer("headrace")
+    propagate.set_global_textmap(_W3C)  # by default baggage as well, which would be logged where it is too long
 
 
 def _exporter(endpoint: str) -> Any:

@@ -86,15 +86,22 @@ def test_without_the_middleware_nothing_is_counted() -> None:
     gate.taken({"type": "http"}, 5)
 
 
-async def test_headers_that_serve_cannot_read_are_dropped() -> None:
+async def test_headers_that_serve_cannot_read_or_would_log_at_length_are_dropped() -> None:
     seen: list[tuple[bytes, bytes]] = []
+    longest = (b"x-request-id", b"a" * 512)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         seen.extend(scope["headers"])
 
-    headers = [(b"x-request-id", b"\xff\xfea"), (b"accept", b"*/*")]
+    headers = [
+        (b"x-request-id", b"\xff\xfea"),
+        (b"accept", b"*/*"),
+        (b"x-request-id", b"a" * 513),
+        longest,
+        (b"authorization", b"a" * 513),
+    ]
     await GateMiddleware(application)({"type": "http", "headers": headers}, never, never)
-    assert seen == [(b"accept", b"*/*")]
+    assert seen == [(b"accept", b"*/*"), longest, (b"authorization", b"a" * 513)]
 
 
 ANSWER = [{"type": "http.response.start", "status": 413}, {"type": "http.response.body", "body": b"no"}]

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from cluster import Server, chat, free_ports, media, media_server, wait_until
 from collector import Collector, listening
+from opentelemetry import baggage, propagate
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import StatusCode, get_current_span
 from test_embeds_cluster import audio_embeds
 
 from deployments import tracing
@@ -87,6 +88,20 @@ async def test_what_is_cancelled_has_not_failed(kept: InMemorySpanExporter) -> N
     stage, _ = kept.get_finished_spans()
     assert stage.status.status_code is StatusCode.UNSET
     assert stage.attributes == {"stage": "Stage", "cancelled": True}
+
+
+def test_of_what_a_client_sends_along_only_the_context_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module, name in ((tracing, "provider"), (tracing, "_tracer"), (propagate, "_HTTP_TEXT_FORMAT")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    tracing.start("http://127.0.0.1:9", "Ingress")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    context = propagate.extract(parent_of(trace) | {"baggage": "key=" + "x" * 10_000})
+    assert get_current_span(context).get_span_context().trace_id == int(trace, 16)
+    assert baggage.get_all(context) == {}
+    assert caplog.text == ""
+    tracing.provider.shutdown()
 
 
 @pytest.fixture(scope="module")
