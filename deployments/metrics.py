@@ -103,8 +103,8 @@ class Histogram(Metric):
     def observe(self, value: float, *tags: str, count: int = 1) -> None:
         counts = self._counts.get(tags)
         if counts is None:
+            self._values[tags] = 0.0  # first: whoever finds the counts, in another thread, reads this as well
             counts = self._counts[tags] = [0] * (len(self.buckets) + 1)
-            self._values[tags] = 0.0
         counts[bisect_left(self.buckets, value)] += count
         self._values[tags] += value * count
 

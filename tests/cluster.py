@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
-IDLE_S = 2  # of a client in the middle of its body
+IDLE_S = 2  # of a client in the middle of its head or body
 
 
 @dataclass
@@ -57,7 +57,12 @@ class Server:
         application = config["applications"][0]
         config["http_options"]["port"] = port
         for runtime_env in (config["controller_options"]["runtime_env"], application["runtime_env"]):
-            runtime_env["env_vars"] |= own
+            variables = runtime_env["env_vars"]
+            variables |= own
+            proxy = variables["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
+            variables["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = proxy.replace(
+                "http-request 20s", f"http-request {IDLE_S}s"
+            )
         application["args"] |= {
             # One address of loopback and no other: the rest is as forbidden as it is by default.
             "media": {"allowed_private_networks": [f"{MEDIA_HOST}/32"]},
