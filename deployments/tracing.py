@@ -59,7 +59,7 @@ def start(endpoint: str, stage: str) -> None:
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
     _tracer = provider.get_tracer("headrace")
-    propagate.set_global_textmap(_W3C)  # by default baggage as well, which would be logged where it is too long
+    propagate.set_global_textmap(_W3C)  # by default baggage, too, which is logged where it is too long
 
 
 def _exporter(endpoint: str) -> Any:
