@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -185,17 +185,22 @@ class Load:
 
 
 async def closed_loop(engine: Engine, clients: int, seconds: float) -> Load:
+    """What came in that time; who is not done then is cut off, so that all figures are of so many clients."""
     load, seeds = Load(), count()
-    start = time.perf_counter()
 
     async def client() -> None:
-        while time.perf_counter() < start + seconds:
+        while True:
             seed = next(seeds)
             await load.ask(engine, text(seed, PROMPT), [], answer_length(seed))
 
-    await asyncio.gather(*(client() for _ in range(clients)))
-    load.seconds = time.perf_counter() - start
-    return load
+    start = time.perf_counter()
+    tasks = [asyncio.create_task(client()) for _ in range(clients)]
+    await asyncio.sleep(seconds)
+    measured = replace(load, seconds=time.perf_counter() - start)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    return measured
 
 
 def generate(model: Any, size: int, seconds: float) -> float:

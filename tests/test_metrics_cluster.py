@@ -130,7 +130,7 @@ def test_a_line_of_the_log_tells_request_stage_and_item(own: Server) -> None:
     told = {line["item"]: line for line in lines if "item" in line}
     refused = told["messages[0].content[1]"]
     assert refused["message"].startswith("refused with 415: ")
-    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "MediaLoader")
+    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "headrace_MediaLoader")
     assert [line for line in lines if line["message"] == refused["message"]] == [refused]  # once
     for file in (own.logs / "serve").glob("*.log"):
         assert str(pictures[0])[80:120] not in file.read_text()
@@ -159,7 +159,7 @@ def prometheus(own: Server, tmp_path: Path) -> Iterator[str]:
     if PROMETHEUS is None:
         pytest.skip("no prometheus: install Debian's package of this name")
     (port,) = free_ports(1)
-    found = json.loads((own.logs.parent.parent / "prom_metrics_service_discovery.json").read_text())
+    found = json.loads((own.logs.parent / "prom_metrics_service_discovery.json").read_text())
     config = {
         "global": {"scrape_interval": f"{SCRAPE_S}s"},
         "scrape_configs": [{"job_name": "ray", "static_configs": found}],
