@@ -419,6 +419,7 @@ def test_a_missing_ingress_is_no_http_500(server: Server) -> None:
         (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\n", b"400", "invalid_request"),
         (b"POST / HTTP/1.1\r\nHost", b"408", "request_timeout"),
     ],
+    ids=["no-http", "no-end"],
 )
 def test_what_haproxy_refuses_itself_is_told_as_all_else(
     server: Server, head: bytes, status: bytes, code: str
