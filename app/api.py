@@ -227,6 +227,8 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         deadline: Deadline, document: dict[str, Any], strings: Strings
     ) -> tuple[list[int], bool]:
         if "messages" in document:
+            if "prompt" in document:
+                raise InvalidRequest("Send either prompt or messages.", "prompt")
             _, prepared = await prepare(deadline, document, strings)
             return prepared.token_ids, document.get("return_token_strs") is True
         request = parse_as(TokenizeRequest, document)

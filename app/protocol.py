@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from deployments.errors import InvalidRequest
 
@@ -477,9 +477,12 @@ def _check_size(document: Any) -> None:
 _WRONG = {
     "missing": "is missing",
     "string_type": "must be a string",
-    "int_type": "must be an integer, of at most 64 bits and without a decimal point",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_from_float"),
+        "must be an integer, of at most 64 bits and without a decimal point",
+    ),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
@@ -509,8 +512,14 @@ def _first_error(error: ValidationError) -> InvalidRequest:
             return InvalidRequest(not_offered.message, f"{param}.{not_offered.field}".lstrip("."))
     if not param:
         return InvalidRequest("The body must be a JSON object.")
-    wrong = _WRONG.get(first["type"], "is not valid").format(**{"message": first["msg"], **details})
-    return InvalidRequest(f"{param}: {wrong}", param)
+    return InvalidRequest(f"{param}: {plainly(first)}", param)
+
+
+def plainly(wrong: ErrorDetails) -> str:
+    """What is wrong with a value, without pydantic's words."""
+    return _WRONG.get(wrong["type"], "is not valid").format(
+        **{"message": wrong["msg"], **wrong.get("ctx", {})}
+    )
 
 
 def param_path(location: tuple[str | int, ...]) -> str:

@@ -48,7 +48,8 @@ LOGS = Path(tempfile.gettempdir(), "ray/session_latest/logs/serve")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # As text, or as JSON.
 _LEVEL = re.compile(r"""[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]""")
-_WORTH_SHOWING = re.compile(r"""[ "](WARNING|ERROR|CRITICAL)[ "]|Traceback|Error:""")
+_BAD = ("WARNING", "ERROR", "CRITICAL")
+_TRACE = re.compile(r"Traceback|Error:")
 # Ray's warning of every address but 0.0.0.0, for clusters of several nodes. Loopback is meant, see README.md.
 _EXPECTED = re.compile(r"HTTPOptions\.host='127\.0\.0\.1' won't accept connections")
 _DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to (start|update) .*replica|DEPLOY_FAILED")
@@ -59,7 +60,13 @@ def main() -> int:
     parser.add_argument("config", nargs="?", type=Path, default=Path("serve_config.yaml"))
     parser.add_argument("--verbose", action="store_true", help="show every log line of every stage")
     args = parser.parse_args()
-    config = yaml.safe_load(args.config.read_text())
+    try:
+        config = yaml.safe_load(args.config.read_text())
+        config["applications"][0]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, LookupError) as error:
+        told = str(error) if isinstance(error, (OSError, yaml.YAMLError)) else "it is no config of Ray Serve"
+        print(f"Headrace cannot start: {args.config}: {told}", file=sys.stderr)
+        return 1
     http = {"host": "127.0.0.1", "port": 8000} | config.get("http_options", {})
     if problem := wrong_settings(config) or busy_port(http["host"], http["port"], serve_ports(config)):
         print(f"Headrace cannot start: {problem}", file=sys.stderr)
@@ -128,14 +135,14 @@ def bindable(host: str, port: int) -> bool:
 
 
 def wrong_settings(config: dict[str, Any]) -> str | None:
-    """The first setting that the application would refuse, told before anything is started."""
+    """What the application would refuse, told before anything is started."""
     from app.config import AppConfig
+    from app.protocol import param_path, plainly
 
     try:
-        AppConfig.model_validate(config["applications"][0].get("args", {}))
+        AppConfig.model_validate(config["applications"][0].get("args") or {})
     except ValidationError as error:
-        first = error.errors()[0]
-        return f"args.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        return "; ".join(f"args.{param_path(each['loc'])} {plainly(each)}" for each in error.errors())
     return None
 
 
@@ -172,7 +179,9 @@ def open_to_all(url: str) -> bool:
 
 
 def is_worth_showing(line: str) -> bool:
-    return bool(_WORTH_SHOWING.search(line)) and not _EXPECTED.search(line)
+    level = _LEVEL.search(line)  # the first one: what follows may speak of others
+    bad = level.group(1) in _BAD if level else _TRACE.search(line)
+    return bool(bad) and not _EXPECTED.search(line)
 
 
 def relay(lines: Iterable[str], verbose: bool, give_up: Callable[[], object]) -> None:
@@ -184,7 +193,7 @@ def relay(lines: Iterable[str], verbose: bool, give_up: Callable[[], object]) ->
         if _LEVEL.search(plain):
             showing = is_worth_showing(plain)
         if verbose or showing or is_worth_showing(plain):
-            print(line, end="", flush=True)
+            print(line if sys.stdout.isatty() else plain, end="", flush=True)
         if _DEPLOY_FAILED.search(plain):
             print("Headrace cannot start: see above for the reason.", file=sys.stderr, flush=True)
             give_up()

@@ -515,6 +515,7 @@ async def test_a_conversation_to_the_tokens_that_the_model_gets(api: httpx.Async
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "hi", "messages": []}, 400, "prompt"),
         ("/tokenize", {"prompt": "hi", "model": "gpt-7"}, 404, "model"),
         ("/tokenize", {"prompt": "a" * 900_000}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import run_server
@@ -43,8 +44,10 @@ def test_the_configs_own_ports_count() -> None:
 
 
 def test_a_wrong_setting_is_told_by_name() -> None:
-    problem = wrong_settings({"applications": [{"args": {"media": {"thread": 2}}}]})
-    assert problem == "args.media.thread: Extra inputs are not permitted"
+    args = {"media": {"thread": 2}, "modle": "x", "timeout_s": "soon"}
+    assert wrong_settings({"applications": [{"args": args}]}) == (
+        "args.timeout_s must be a number; args.media.thread is not known here; args.modle is not known here"
+    )
     assert wrong_settings({"applications": [{}]}) is None
 
 
@@ -52,7 +55,7 @@ LINES = [
     "(ServeController pid=1) INFO 2026-01-01 controller -- quiet\n",
     "(ServeReplica:headrace:Model pid=2) WARNING 2026-01-01 model -- look here\n",
     "(ServeReplica:headrace:Model pid=2)   and here\n",
-    "(ServeReplica:headrace:Model pid=2) INFO 2026-01-01 model -- quiet again\n",
+    "(ServeReplica:headrace:Model pid=2) INFO 2026-01-01 model -- CALL generate ERROR 3.8ms\n",
     "(ServeController pid=1) WARNING 2026-01-01 controller -- HTTPOptions.host='127.0.0.1' won't accept"
     " connections from HAProxy on other nodes\n",
 ]
@@ -73,6 +76,27 @@ def test_only_what_matters_is_shown(
 ) -> None:
     relay(lines, verbose, lambda: None)
     assert capsys.readouterr().out == "".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "No such file"), ("a: [", "expected"), ("- a", "no config of Ray Serve"), ("{}", "no config of")],
+)
+def test_what_is_no_config_is_told_in_one_line(
+    content: str | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tmp_path / "config.yaml"
+    if content is not None:
+        config.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["run_server", str(config)])
+    assert run_server.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"Headrace cannot start: {config}: ")
+    assert told in error.replace(str(config), "")
 
 
 def test_a_failed_deployment_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
