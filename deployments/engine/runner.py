@@ -77,7 +77,13 @@ def _agrees(model: Any) -> bool:
     ids = torch.tensor([token_ids], device=model.device)
     expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     text: Any = SimpleNamespace(
-        token_ids=token_ids, num_prompt=24, positions=positions, delta=delta, blocks=[2, 3], spans=[], number=-1
+        number=0,
+        token_ids=token_ids,
+        num_prompt=24,
+        positions=positions,
+        delta=delta,
+        blocks=[2, 3],
+        spans=[],
     )
     ours = [runner.forward([Chunk(text, *piece)])[0] for piece in ((0, 10), (10, 23), (23, 24))]
     difference = (torch.stack(ours) - expected[[9, 22, 23]]).abs().max() / expected.abs().max()
