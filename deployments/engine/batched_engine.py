@@ -100,7 +100,7 @@ class BatchedEngine(ThreadedEngine):
         self._start(chunks)
         self._encode(chunks)
         generating_s, reading_s, num_read = 0.0, 0.0, 0
-        for batch in _batches(chunks):
+        for batch in map(self._runner.arranged, _batches(chunks)):
             start = time.perf_counter()
             for done, logits in self._forward(batch):
                 self._commit(done)

@@ -49,6 +49,8 @@ BATCHED = frozenset(
     }
 )
 
+_ROWS_BYTES = 64 * 2**20  # for what answers read in each step
+
 
 def why_not(model: Any) -> str | None:
     """Why the model cannot be served in batches, or None."""
@@ -75,7 +77,13 @@ def _agrees(model: Any) -> bool:
     ids = torch.tensor([token_ids], device=model.device)
     expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     text: Any = SimpleNamespace(
-        token_ids=token_ids, num_prompt=24, positions=positions, delta=delta, blocks=[2, 3], spans=[]
+        number=0,
+        token_ids=token_ids,
+        num_prompt=24,
+        positions=positions,
+        delta=delta,
+        blocks=[2, 3],
+        spans=[],
     )
     ours = [runner.forward([Chunk(text, *piece)])[0] for piece in ((0, 10), (10, 23), (23, 24))]
     difference = (torch.stack(ours) - expected[[9, 22, 23]]).abs().max() / expected.abs().max()
@@ -138,11 +146,15 @@ class Runner:
         embeds[places] = given(item).to(embeds)
         return embeds
 
+    def arranged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """In the order that is cheapest for `forward`."""
+        return self._cache.rows.arranged(chunks)
+
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk, [len(chunks), vocabulary]; the cache is written."""
         batch, device = _Batch(chunks), self._model.device
         embeds = self._embeddings(chunks, _on(device, batch.ids))
-        self._cache.aim(_on(device, batch.written), _on(device, batch.table))
+        self._cache.aim(chunks, _on(device, batch.written), _on(device, batch.table))
         # Added to the scores: each layer would have to convert a mask of bools.
         mask = _on(device, batch.hidden).to(embeds.dtype) * torch.finfo(embeds.dtype).min
         positions = _on(device, batch.positions)
@@ -227,11 +239,15 @@ class _PagedCache(Cache):  # type: ignore[misc]
         self._blocks = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self._places = [blocks.flatten(0, 1) for blocks in self._blocks]
         self._room = self._blocks[0].new_empty(0, *shape[1:])
+        self.rows = _Rows(self._blocks, _ROWS_BYTES // bytes_per_token(model))
 
-    def aim(self, written: torch.Tensor, table: torch.Tensor) -> None:
+    def aim(self, chunks: Sequence[Chunk], written: torch.Tensor, table: torch.Tensor) -> None:
         """`written`: int64[rows, tokens], each new token's place; `table`: int64[rows, blocks] to read."""
-        self._rows = len(table)
-        self._written, self._table = written.flatten(), table.flatten()
+        self._written = written.flatten()
+        self._in_rows = written.shape[1] == 1 and self.rows.aim(chunks, table)
+        if self._in_rows:
+            return
+        self._num_rows, self._table = len(table), table.flatten()
         # One layer after another reads into the same memory: fresh pages would cost more than the copy.
         if len(self._room) < len(self._table):
             self._room = self._room.new_empty(2 * len(self._table), *self._room.shape[1:])
@@ -241,18 +257,75 @@ class _PagedCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """New states [rows, heads, tokens, size] go into the cache; what the rows may look at comes out."""
-        states = torch.stack((key_states.transpose(1, 2), value_states.transpose(1, 2)), dim=2)
-        self._places[layer_idx].index_copy_(0, self._written, states.flatten(0, 1))
-        torch.index_select(self._blocks[layer_idx], 0, self._table, out=self._read)
-        keys, values = self._read.view(self._rows, -1, *self._read.shape[2:]).transpose(1, 3).unbind(2)
+        states = torch.stack((key_states.transpose(1, 2), value_states.transpose(1, 2)), dim=2).flatten(0, 1)
+        self._places[layer_idx].index_copy_(0, self._written, states)
+        if self._in_rows:
+            read = self.rows.update(states, layer_idx)
+        else:
+            torch.index_select(self._blocks[layer_idx], 0, self._table, out=self._read)
+            read = self._read.view(self._num_rows, -1, *self._read.shape[2:])
+        keys, values = read.transpose(1, 3).unbind(2)
         return keys, values
 
     def clear(self, blocks: list[int]) -> None:
         for layer in self._blocks:
             layer[blocks] = 0
+        self.rows.clear()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # masks and positions are given
+
+
+class _Rows:
+    """Copies of what the answers' next tokens look at, one row each, kept from step to step: a step adds a
+    token to each row, and copies from the blocks only whose row was another's before.
+    """
+
+    def __init__(self, blocks: list[torch.Tensor], max_tokens: int) -> None:
+        self._blocks = blocks  # of each layer, [blocks, BLOCK, 2, heads, size]
+        self._max_tokens = max_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        self._layers: list[torch.Tensor] = []  # [rows, places, 2, heads, size]
+        self._room = (0, 0)  # rows, places
+        self._held: list[tuple[int, int]] = []  # of each row, the number of its sequence, and tokens
+
+    def arranged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Who has a row stays in it."""
+        rows = {number: row for row, (number, _) in enumerate(self._held[: len(chunks)])}
+        staying = {rows[chunk.sequence.number]: chunk for chunk in chunks if chunk.sequence.number in rows}
+        others = (chunk for chunk in chunks if chunk.sequence.number not in rows)
+        return [staying.get(row) or next(others) for row in range(len(chunks))]
+
+    def aim(self, chunks: Sequence[Chunk], table: torch.Tensor) -> bool:
+        """For one token of each chunk. False where there is no room for so many tokens."""
+        rows, places = len(table), table.shape[1] * BLOCK
+        if rows > self._room[0] or places > self._room[1]:
+            room = (2 ** (rows - 1).bit_length(), 2 ** (places - 1).bit_length())
+            if room[0] * room[1] > self._max_tokens:
+                return False
+            self.clear()
+            self._room = room
+            # Zeros, as even masked places must be numbers.
+            self._layers = [blocks.new_zeros(*room, *blocks.shape[2:]) for blocks in self._blocks]
+        wanted = [(chunk.sequence.number, chunk.start) for chunk in chunks]
+        missing = [row for row, each in enumerate(wanted) if each not in self._held[row : row + 1]]
+        if missing:
+            index = torch.tensor(missing, device=table.device)
+            for layer, blocks in zip(self._layers, self._blocks, strict=True):
+                layer[index, :places] = blocks[table[index]].flatten(1, 2)
+        self._held = [(number, start + 1) for number, start in wanted]
+        new = [row * self._room[1] + start for row, (_, start) in enumerate(wanted)]
+        self._new = torch.tensor(new, device=table.device)
+        self._view = (slice(rows), slice(places))
+        return True
+
+    def update(self, states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """`states`: [rows, 2, heads, size]; comes back as [rows, places, 2, heads, size] with all before."""
+        layer = self._layers[layer_idx]
+        layer.view(-1, *layer.shape[2:]).index_copy_(0, self._new, states)
+        return layer[self._view]
 
 
 def kv_shape(model: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +43,8 @@ class MediaSpan:
 class Sequence:
     """One answer: its tokens, and how far they are in the cache."""
 
+    _numbers = count()
+
     def __init__(
         self,
         request: Request,
@@ -55,6 +57,7 @@ class Sequence:
         limit: int,
         leader: Sequence | None = None,
     ) -> None:
+        self.number = next(self._numbers)  # no other answer's
         self.request = request
         self.index = index
         self.token_ids = token_ids  # prompt and answer
