@@ -482,7 +482,7 @@ async def test_an_item_that_breaks_breaks_its_request_alone(how: str, words: str
         engine.check_health()
 
 
-@pytest.mark.parametrize("how", ["raises", "nan", "no memory"])
+@pytest.mark.parametrize("how", ["raises", "nan", "nan and left", "no memory"])
 async def test_a_request_that_breaks_in_a_batch_breaks_alone(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,7 +494,10 @@ async def test_a_request_that_breaks_in_a_batch_breaks_alone(
     poison = next(token for token in range(100, 180) if not any(token in answer for answer in expected))
 
     def poisoned(ids: torch.Tensor) -> torch.Tensor:
-        if how != "nan" and (ids == poison).any():
+        if how == "nan and left":  # in this very step
+            for sequence in engine._scheduler:
+                sequence.request.cancelled |= poison in sequence.token_ids
+        elif how != "nan" and (ids == poison).any():
             raise torch.OutOfMemoryError if how == "no memory" else RuntimeError
         return torch.where((ids == poison)[..., None], torch.nan, embed(ids))
 

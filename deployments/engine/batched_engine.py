@@ -202,10 +202,10 @@ class BatchedEngine(ThreadedEngine):
 
     def _extend(self, sequence: Sequence, token: Sampled) -> None:
         request = sequence.request
-        if request.cancelled:
-            return
-        if token.token_id is None:
+        if token.token_id is None:  # also where nobody waits any more: others get its blocks
             self._fail(request, ServingError("The model made no numbers of this request."))
+            return
+        if request.cancelled:
             return
         first = {} if sequence.num_generated else _first(sequence)
         if token.token_id in sequence.sampler.ends:
