@@ -122,7 +122,7 @@ class Ingress(app.ingress.Ingress):
     async def __init__(self, settings: Any, tokenizer: Any, media: Any, embeddings: Any, *rest: Any) -> None:  # type: ignore[misc]
         if os.environ[VARIANT] == "plain":
             _be_plain()
-            embeddings = _in_process(embeddings)
+            embeddings = _InProcess(embeddings)
         await super().__init__(settings, tokenizer, media, embeddings, *rest)
         _loops.append(Gaps())
 
@@ -162,24 +162,30 @@ def _be_plain() -> None:
     vars(app.api).update(read_body=read_body, parse=lambda body: json.loads(body.document))
 
 
-def _in_process(handle: Any) -> Any:
+class _InProcess:
     """Stands for the handle to EmbeddingLoader."""
 
-    def remote(source: EmbeddingSource, timeout_s: float) -> asyncio.Task[None]:
-        return asyncio.create_task(load(source))
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.load = SimpleNamespace(remote=self._remote)
 
-    async def load(source: EmbeddingSource) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def _remote(self, source: EmbeddingSource, timeout_s: float) -> asyncio.Task[None]:
+        return asyncio.create_task(self._load(source))
+
+    async def _load(self, source: EmbeddingSource) -> None:
         pieces = await unpack_pieces(source.sent[source.name])
-        shape = await asyncio.to_thread(torch_load, b"".join(piece.data for piece in pieces))
+        shape = await asyncio.to_thread(self._torch_load, b"".join(piece.data for piece in pieces))
         raise PromptTooLong(f"{shape[0]} tokens are more than the model's context.")
 
-    def torch_load(text: bytes) -> tuple[int, ...]:
+    @staticmethod
+    def _torch_load(text: bytes) -> tuple[int, ...]:
         import torch
 
         tensor: torch.Tensor = torch.load(io.BytesIO(pybase64.b64decode(text)), weights_only=True)
         return tuple(tensor.shape)
-
-    return SimpleNamespace(ready=handle.ready, load=SimpleNamespace(remote=remote))
 
 
 # Around the server
