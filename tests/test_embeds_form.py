@@ -7,8 +7,8 @@ import pytest
 from tiny_models import OMNI, item_processor, qwen3_vl, qwen_vl
 
 from deployments.errors import ServingError
+from deployments.item_processor import Processed
 from deployments.multimodal.embeds_form import embeds_forms
-from deployments.preprocess import Processed
 from deployments.types import Arrays, EmbedsForm, Media, Modality
 
 IMAGE, AUDIO, VIDEO = Modality.IMAGE, Modality.AUDIO, Modality.VIDEO
