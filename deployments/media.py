@@ -275,7 +275,9 @@ class MediaLoader:
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
         if options.in_message:  # so little that another thread would take longer to wake up
-            (data, name), ms = _read(read, source.modality, options), 0.0
+            start = time.perf_counter()
+            data, name = _read(read, source.modality, options)
+            ms = (time.perf_counter() - start) * 1000
         else:
             (data, name), ms = await self._pool.run(_read, read, source.modality, options)
         if not options.previews and (kept := self._too_large.pop(name, None)):

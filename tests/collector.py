@@ -48,7 +48,12 @@ class Collector:
 
         def is_whole() -> bool:
             spans = self.of(trace)
-            calls = [span.id for span in spans if span.name.startswith("call ")]
+            # One that was cancelled may never have come to its stage.
+            calls = [
+                span.id
+                for span in spans
+                if span.name.startswith("call ") and not span.attributes.get("cancelled")
+            ]
             served = {span.parent for span in spans}
             return any(span.name.startswith("POST") for span in spans) and served >= set(calls)
 

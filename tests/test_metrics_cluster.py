@@ -28,6 +28,7 @@ from cluster import (
     healthy,
     media,
     media_server,
+    read,
     wait_until,
 )
 from make_dashboard import rows
@@ -237,10 +238,13 @@ def leave(server: Server) -> None:
 
 
 def die(server: Server) -> None:
-    """The preprocessor, while it is called."""
-    (pid,) = server.replicas("MMPreprocessor")
-    with clients(8, lambda: server.post(COMPLETIONS, chat(noise(), max_tokens=1))):
-        wait_until(lambda: stages(server)["by_name"]["preprocess"]["rate_per_s"] > 0)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: set(server.replicas("MMPreprocessor")) - {pid}, 30)
-        wait_until(lambda: healthy(server.url), 30)
+    """The preprocessor, until it was in the middle of a call, which is made once more."""
+    for _ in range(3):
+        (pid,) = server.replicas("MMPreprocessor")
+        with clients(8, lambda: server.post(COMPLETIONS, chat(noise(), max_tokens=1))):
+            wait_until(lambda: stages(server)["by_name"]["preprocess"]["rate_per_s"] > 0)
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: set(server.replicas("MMPreprocessor")) - {pid}, 30)  # noqa: B023
+            wait_until(lambda: healthy(server.url), 30)
+        if any("Trying once more" in read(str(log)) for log in server.logs.rglob("*Ingress*")):
+            return
