@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app import gate
 from deployments.errors import ServingError
 from deployments.metrics import (
     BODY_BYTES,
@@ -44,7 +45,7 @@ class _Seen:
     """One request."""
 
     endpoint: str
-    started: float = field(default_factory=time.perf_counter)
+    started: float
     status: int | None = None  # of the answer, or of the error that a stream ended with
     complete: bool = False
 
@@ -67,7 +68,7 @@ class RequestTimes:
         if path not in ENDPOINTS:
             await self._app(scope, receive, send)
             return
-        seen = _Seen(path)
+        seen = _Seen(path, gate.arrival(scope) or time.perf_counter())
         _SEEN.set(seen)
 
         async def send_seen(message: Message) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +121,19 @@ async def test_tokens_that_come_together_share_the_time() -> None:
     first, between = FIRST_TOKEN.count(), INTER_TOKEN.count()
     await outcome(answers)
     assert (FIRST_TOKEN.count() - first, INTER_TOKEN.count() - between) == (1, 3)
+
+
+async def test_a_request_counts_from_its_head_on() -> None:
+    """Also what it waited before the application was asked."""
+
+    async def app(scope: object, receive: object, send: Any) -> None:
+        await send(START)
+        await send(END)
+
+    async def send(_: object) -> None: ...
+
+    waited = SimpleNamespace(arrival=time.perf_counter() - 100)
+    before = REQUEST_SECONDS.value(GENERATES, "200")
+    scope = {"type": "http", "path": GENERATES, "headrace.gate": waited}
+    await RequestTimes(app)(scope, None, send)  # type: ignore[arg-type]
+    assert REQUEST_SECONDS.value(GENERATES, "200") - before >= 100
