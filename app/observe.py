@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app import gate
@@ -58,7 +59,10 @@ _SEEN: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 
 
 class RequestTimes:
-    """ASGI middleware: how long each request took, and how it ended."""
+    """ASGI middleware: how long each request took, and how it ended.
+
+    An answer that does not tell where its time went, e.g. an error, has the whole of it in `Server-Timing`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -72,6 +76,10 @@ class RequestTimes:
         _SEEN.set(seen)
 
         async def send_seen(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                total_ms = (time.perf_counter() - seen.started) * 1000
+                message.setdefault("headers", [])
+                MutableHeaders(scope=message).setdefault("Server-Timing", f"total;dur={total_ms:.1f}")
             await send(message)
             if message["type"] == "http.response.start":
                 seen.status = message["status"]

@@ -115,6 +115,13 @@ async def test_every_answer_about_a_prompt_has_the_header(api: httpx.AsyncClient
         )
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, f"{COMPLETIONS}/render", "/tokenize", "/detokenize"])
+async def test_so_has_an_error(api: httpx.AsyncClient, path: str) -> None:
+    response = await api.post(path, json={"messages": 1, "tokens": 1})
+    assert response.status_code == 400
+    assert list(phases(response.headers["server-timing"])) == ["total"]
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 def test_the_times_of_a_mixed_request_are_all_of_it(server: Server) -> None:
