@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -373,7 +374,7 @@ class Answer:
         left, key = self._left, self._writer.id
         stream = self._pipeline.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
         times = observe.TokenTimes()
-        async with aclosing(stream) as deltas:
+        async with aclosing(stream) as deltas, _told() as tell:
             async for delta in deltas:
                 self._timings.saw(delta)
                 times.saw(delta)
@@ -387,7 +388,7 @@ class Answer:
                 if not left:
                     return
                 if piece.finish_reason and not delta.finish_reason:
-                    await self._pipeline.end(key, piece.index)
+                    tell(self._pipeline.end(key, piece.index))
 
     def _piece(self, delta: Delta) -> _Piece:
         stream = self._texts[delta.index]
@@ -488,6 +489,18 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
             yield _event(_envelope(_BUG))
             return
     yield b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def _told() -> AsyncIterator[Callable[[Coroutine[Any, Any, None]], None]]:
+    """What is told meanwhile holds nobody up, and is not told any more afterwards."""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        yield lambda telling: tasks.append(asyncio.create_task(telling))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _event(content: dict[str, Any]) -> bytes:

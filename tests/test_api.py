@@ -13,6 +13,7 @@ from local_graph import LocalGraph, chat, local
 
 from app import __version__
 from app.config import AppConfig
+from app.pipeline import Pipeline
 from deployments.errors import ServingError, StageUnavailable
 from deployments.types import Delta
 
@@ -147,6 +148,22 @@ async def test_one_of_several_answers_reaches_a_stop_string(api: httpx.AsyncClie
         second,
     ]
     assert body["usage"]["completion_tokens"] < 24
+
+
+async def test_the_other_answers_do_not_wait_until_the_engine_knows_of_it(
+    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = chat("hello", n=2, **DREAMING, max_tokens=12)
+    whole = (await api.post(COMPLETIONS, json=request)).json()["choices"]
+    first, second = (choice["message"]["content"] for choice in whole)
+    stop = next(first[i : i + 3] for i in range(len(first) - 3) if first[i : i + 3] not in second)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Pipeline, "end", never)
+    body = (await api.post(COMPLETIONS, json=request | {"stop": stop})).json()
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
 
 
 async def test_the_engine_spares_what_follows_a_stop_string(
