@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import av
 
-from deployments.errors import InvalidMedia, UnsupportedMedia
+from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
+from deployments.multimodal.mp4_index import ENTRY_BYTES, promised_samples
 from deployments.types import Arrays, Modality
 
 # Containers that carry their content in themselves. Playlists and descriptions (hls, concat, dash, sdp),
@@ -121,16 +122,20 @@ def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
 
 @contextmanager
 def open_container(
-    data: bytes, modality: str, formats: str, options: dict[str, str] | None = None
+    data: bytes, modality: str, formats: str, max_pixels: int, max_decoded_bytes: int
 ) -> Iterator[Any]:
     """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
 
-    Raises as `refuse` does for what does not open, and InvalidMedia for what FFmpeg stumbles over later.
+    To tell what a track holds FFmpeg may decode a frame of it, of up to `max_pixels`. Raises as `refuse` does
+    for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for what FFmpeg
+    stumbles over later.
     """
+    if promised_samples(data) * ENTRY_BYTES > max_decoded_bytes:
+        raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")
     try:
         container = av.open(
             io.BytesIO(data),
-            options=_OPEN_OPTIONS | (options or {}),
+            options=_OPEN_OPTIONS | {"max_pixels": str(max_pixels)},
             metadata_errors="replace",
             io_open=_open_nothing,
         )

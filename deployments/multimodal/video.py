@@ -194,9 +194,9 @@ def decode(
 
 def _read_container(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
     # FFmpeg checks this before it allocates a frame, whatever the header said.
-    max_pixels = sampling.limits.max_pixels
-    probing = {"max_pixels": str(_PROBED * max_pixels)}
-    with open_container(data, Modality.VIDEO, _NAMES, probing) as container:
+    limits = sampling.limits
+    max_pixels, max_bytes = limits.max_pixels, limits.max_decoded_bytes
+    with open_container(data, Modality.VIDEO, _NAMES, _PROBED * max_pixels, max_bytes) as container:
         stream = _stream(container)
         decoder = stream.codec_context
         decoder.options = {"max_pixels": str(max_pixels)}
