@@ -127,8 +127,8 @@ def open_container(
     """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
 
     To tell what a track holds FFmpeg may decode a frame of it, of up to `max_pixels`. Raises as `refuse` does
-    for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for what FFmpeg
-    stumbles over later.
+    for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for what
+    FFmpeg stumbles over later.
     """
     if promised_samples(data) * ENTRY_BYTES > max_decoded_bytes:
         raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")

@@ -53,9 +53,7 @@ def promised_samples(data: bytes) -> int:
     total, track = 0, _Track()
     for number, (name, start, stop) in enumerate(_boxes(data, 0, len(data), 0)):
         if name == b"cmov" or number > _MAX_BOXES:
-            raise InvalidMedia(
-                "The file's index is compressed or in too many pieces. Convert it."
-            )
+            raise InvalidMedia("The file's index is compressed or in too many pieces. Convert it.")
         first, second = _number(data, start + 4), _number(data, start + 8)
         match name:
             case b"trak":
