@@ -362,16 +362,18 @@ def pcm_in_one_packet(num_samples: int) -> bytes:
     return file.getvalue()
 
 
-def sound_beside_pictures(side: int) -> bytes:
-    """A second of silence; what the other track holds FFmpeg would have to decode to tell."""
+def sound_beside_pictures(side: int, tracks: int = 1) -> bytes:
+    """A second of silence; what the other tracks hold FFmpeg would have to decode to tell."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
-        pictures = container.add_stream("png", rate=10, width=side, height=side, pix_fmt="rgba64be")
+        size = {"width": side, "height": side}
+        streams = [container.add_stream("png", rate=10, pix_fmt="rgba64be", **size) for _ in range(tracks)]
         sound = container.add_stream("pcm_s16le", rate=16000, layout="mono")
         picture = av.VideoFrame(side, side, "rgba64be")
         picture.planes[0].update(bytes(picture.planes[0].buffer_size))
         picture.pts = 0
-        container.mux([*pictures.encode(picture), *pictures.encode(None)])
+        for pictures in streams:
+            container.mux([*pictures.encode(picture), *pictures.encode(None)])
         frame = av.AudioFrame(format="s16", layout="mono", samples=16000)
         frame.planes[0].update(bytes(frame.planes[0].buffer_size))
         frame.sample_rate = 16000
@@ -523,6 +525,7 @@ BOMBS = {
     "flac-mono-8k": Bomb(_AUDIO, lambda: silence(1048, 8000, 1, "FLAC", "PCM_16"), fits=True),
     "m4a-fits": Bomb(_AUDIO, lambda: aac(174, 48000, 2), fits=True),
     "mov-png-as-sound": Bomb(_AUDIO, lambda: sound_beside_pictures(16000), fits=True),
+    "mov-png-tracks": Bomb(_VIDEO, lambda: sound_beside_pictures(1400, 40), harmless=True),
     "m4a-promises": Bomb(_AUDIO, lambda: promising(aac(1, 16000, 1), 40 * 10**6)),
     "h264-promises": Bomb(_VIDEO, lambda: promising(h264(64, 64, 3), 40 * 10**6)),
     "h264-fragment-promises": Bomb(_VIDEO, lambda: promising_fragment(40 * 10**6)),

@@ -262,35 +262,6 @@ def test_a_video_without_sound_has_no_sound_track() -> None:
         decode(file.getvalue(), 16000, LIMITS)
 
 
-def test_of_a_sound_tracks_video_nothing_is_decoded() -> None:
-    """FFmpeg would, to tell what it is; a few KB may hold a picture of gigabytes."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="mov") as container:
-        pictures = container.add_stream("png", rate=10, width=64, height=32, pix_fmt="rgb24")
-        sound = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        picture = av.VideoFrame(64, 32, "rgb24")
-        picture.pts = 0
-        container.mux([*pictures.encode(picture), *pictures.encode(None)])
-        frame = av.AudioFrame.from_ndarray(np.full((1, 800), 8192, np.int16), format="s16", layout="mono")
-        frame.sample_rate = 8000
-        container.mux([*sound.encode(frame), *sound.encode(None)])
-    data = file.getvalue()
-    seen = []
-
-    @contextlib.contextmanager
-    def watching(*args: Any) -> Any:
-        with open_container(*args) as opened:
-            seen.append(opened.streams.video[0].format)
-            yield opened
-
-    open_container = audio.open_container
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audio, "open_container", watching)
-        decoded = decode(data, 8000, LIMITS)
-    np.testing.assert_allclose(decoded.arrays["samples"], 0.25, atol=1e-4)
-    assert seen == [None]  # what the pixels are is told by none of them
-
-
 def test_scientific_formats_of_libsndfile_are_not_taken() -> None:
     with pytest.raises(UnsupportedMedia, match="no audio in a format taken here"):
         decode(encode(tone(0.1, 8000), 8000, "MAT5", "FLOAT"), 8000, LIMITS)

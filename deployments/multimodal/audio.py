@@ -25,7 +25,6 @@ _BLOCK_SAMPLES = 1 << 18  # of all channels together
 _MAX_CHANNELS = 64
 _LOUDEST = 100.0  # floats may pass full scale a little; what is meant as integers overflows in the model
 _RATES = (1_000, 768_000)  # Hz: what recorders make; a header may say anything
-_NO_PICTURES = 1  # pixels: of a sound track's video, or its cover, nothing is decoded
 _NAMES = "WAV, FLAC, MP3, Ogg, Opus, M4A, AAC, WebM, AIFF or AMR"
 
 # What libsndfile reads well; it would also try raw and scientific formats.
@@ -185,7 +184,7 @@ def _from_sndfile(data: bytes, wanted: _Decoding) -> Decoded | None:
 
 def _from_ffmpeg(data: bytes, wanted: _Decoding) -> Decoded:
     max_bytes = wanted.limits.max_decoded_bytes
-    with open_container(data, Modality.AUDIO, _NAMES, _NO_PICTURES, max_bytes) as container:
+    with open_container(data, Modality.AUDIO, _NAMES, 0, max_bytes) as container:
         if not container.streams.audio:
             raise InvalidMedia("The file has no sound track.")
         track: _Track | None = None

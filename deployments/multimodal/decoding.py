@@ -41,6 +41,8 @@ _OPEN_OPTIONS = {
     "enable_drefs": "0",  # MOV tracks whose data lie in another file
 }
 
+_NO_PICTURES = 1  # FFmpeg's `max_pixels` with which it decodes nothing
+
 # What is often sent in place of media, by its first bytes.
 _NOT_MEDIA = [
     (b"<!doctype html", "an HTML page"),
@@ -126,19 +128,18 @@ def open_container(
 ) -> Iterator[Any]:
     """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
 
-    To tell what a track holds FFmpeg may decode a frame of it, of up to `max_pixels`. Raises as `refuse` does
-    for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for what
+    To tell what the tracks hold FFmpeg may decode frames of up to `max_pixels` together. Raises as `refuse`
+    does for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for what
     FFmpeg stumbles over later.
     """
     if promised_samples(data) * ENTRY_BYTES > max_decoded_bytes:
         raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")
     try:
-        container = av.open(
-            io.BytesIO(data),
-            options=_OPEN_OPTIONS | {"max_pixels": str(max_pixels)},
-            metadata_errors="replace",
-            io_open=_open_nothing,
-        )
+        container = _open(data, _NO_PICTURES)
+        tracks = len(container.streams.video)
+        if max_pixels and tracks:  # FFmpeg decodes a frame of each, and holds them all
+            container.close()
+            container = _open(data, max_pixels // tracks)
     except _FFMPEG_ERRORS:
         refuse(data, modality, formats)
     try:
@@ -146,6 +147,15 @@ def open_container(
             yield container
     except _FFMPEG_ERRORS as error:
         raise InvalidMedia(f"The {modality} is damaged and cannot be decoded.") from error
+
+
+def _open(data: bytes, max_pixels: int) -> Any:
+    return av.open(
+        io.BytesIO(data),
+        options=_OPEN_OPTIONS | {"max_pixels": str(max_pixels)},
+        metadata_errors="replace",
+        io_open=_open_nothing,
+    )
 
 
 def container_mime(container: Any, data: bytes, modality: str) -> str:

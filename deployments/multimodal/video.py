@@ -42,7 +42,7 @@ _SLOW_MS = 100
 _HELD_FRAMES = 26
 _RGB_BYTES = 3  # of a pixel
 _ANIMATION_BYTES = 18  # of a pixel, that Pillow and its libraries hold of an animation
-_PROBED = 4  # FFmpeg may decode frames so many times over the limit to tell how large they are
+_PROBED = 4  # FFmpeg may decode frames so many times over the limit to tell how large the tracks' are
 
 
 @dataclass(frozen=True, slots=True)
