@@ -77,8 +77,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_tracks_share_the_pixels_that_are_decoded_to_tell_what_they_are(opened: list[int]) -> None:
-    decoded = video.decode(pictures_and_sound(3), None, None, VideoLimits(max_pixels=1000))
-    assert opened == [1, 4000 // 3]
+    decoded = video.decode(pictures_and_sound(3), None, None, VideoLimits(max_pixels=4000))
+    assert opened == [1, 16000 // 3]
     assert (decoded.arrays["frames"] == 77).all()
 
 

@@ -129,8 +129,8 @@ def open_container(
     """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
 
     To tell what the tracks hold FFmpeg may decode frames of up to `max_pixels` together. Raises as `refuse`
-    does for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for what
-    FFmpeg stumbles over later.
+    does for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for
+    what FFmpeg stumbles over later.
     """
     if promised_samples(data) * ENTRY_BYTES > max_decoded_bytes:
         raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")
