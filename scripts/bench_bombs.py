@@ -7,7 +7,8 @@ resident memory during `MediaLoader.load` over that right before it. All must st
 bombs, which must be refused with a 4xx, and those marked "fits", which are as large as the limit allows and
 must be taken. Copies for transport between processes
 are left out, and so are files that decode to no more than what was sent: `max_image_bytes` and its like
-bound those. Linux only.
+bound those. Not bounded so far: Matroska tags without content, of which FFmpeg holds 50 times their bytes.
+Linux only.
 """
 
 from __future__ import annotations
