@@ -7,7 +7,8 @@ resident memory during `MediaLoader.load` over that right before it. All must st
 bombs, which must be refused with a 4xx, and those marked "fits", which are as large as the limit allows and
 must be taken. Copies for transport between processes
 are left out, and so are files that decode to no more than what was sent: `max_image_bytes` and its like
-bound those. Linux only.
+bound those. Not bounded so far: Matroska tags without content, of which FFmpeg holds 50 times their bytes.
+Linux only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import av
 import numpy as np
@@ -170,7 +171,7 @@ async def load_one(loader: MediaLoader, bomb: Bomb, sent: bytes, url: str = "") 
     options = MediaOptions(num_frames=bomb.num_frames)
     with (
         patch("deployments.media.unpack_pieces", AsyncMock(return_value=pieces)),
-        patch("deployments.media.pack", AsyncMock(return_value=payload)),
+        patch("deployments.media.pack", Mock(return_value=payload)),
     ):
         return await loader.load(source, options, TIMEOUT_S)
 
@@ -255,6 +256,35 @@ def ico(inner: bytes) -> bytes:
     return b"\0\0\1\0\1\0" + entry + inner
 
 
+def jpeg_parts(part: bytes, count: int) -> bytes:
+    """A small picture behind segments of which Pillow makes objects."""
+    plain = saved(Image.new("RGB", (8, 8)), "jpeg")
+    return plain[:2] + part * count + plain[2:]
+
+
+def png_parts(name: bytes, content: bytes, count: int) -> bytes:
+    plain = png(8, 8)
+    check = struct.pack(">I", zlib.crc32(name + content))
+    return plain[:33] + (struct.pack(">I", len(content)) + name + content + check) * count + plain[33:]
+
+
+def numbers(tag: int, count: int, at: int = 8) -> bytes:
+    """TIFF tags, or EXIF, one of which has very many numbers."""
+    head = b"II*\0" + struct.pack("<IHHHIII", 8, 1, tag, 3, count, at, 0)
+    return head.ljust(at, b"\0") + b"\x39\x30" * count
+
+
+def tiff_tiles(count: int) -> bytes:
+    """Two pixels in very many strips, each of which says where it is."""
+    tags = [
+        *((256, 4, 1, 2), (257, 4, 1, 2), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)),
+        *((273, 3, count, 200), (277, 3, 1, 1), (278, 4, 1, 1), (279, 3, count, 200)),
+    ]
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return head.ljust(200, b"\0") + b"\x90\x01" * count
+
+
 def tiff_strip() -> bytes:
     """Four channels of 16 bits in a single deflated strip, as large as the limit allows."""
     side = side_of(7)
@@ -333,17 +363,59 @@ def pcm_in_one_packet(num_samples: int) -> bytes:
     return file.getvalue()
 
 
+def sound_beside_pictures(side: int, tracks: int = 1) -> bytes:
+    """A second of silence; what the other tracks hold FFmpeg would have to decode to tell."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mov") as container:
+        size = {"width": side, "height": side}
+        streams = [container.add_stream("png", rate=10, pix_fmt="rgba64be", **size) for _ in range(tracks)]
+        sound = container.add_stream("pcm_s16le", rate=16000, layout="mono")
+        picture = av.VideoFrame(side, side, "rgba64be")
+        picture.planes[0].update(bytes(picture.planes[0].buffer_size))
+        picture.pts = 0
+        for pictures in streams:
+            container.mux([*pictures.encode(picture), *pictures.encode(None)])
+        frame = av.AudioFrame(format="s16", layout="mono", samples=16000)
+        frame.planes[0].update(bytes(frame.planes[0].buffer_size))
+        frame.sample_rate = 16000
+        container.mux([*sound.encode(frame), *sound.encode(None)])
+    return file.getvalue()
+
+
 # Videos
+
+
+def promising(plain: bytes, count: int) -> bytes:
+    """An MP4 whose tables promise `count` samples of a byte each."""
+    data = bytearray(plain)
+    for table, values in ((b"stsz", (1, count)), (b"stsc", (1, 1, count, 1)), (b"stts", (1, count, 1000))):
+        at = data.index(table) + 8
+        data[at : at + 4 * len(values)] = struct.pack(f">{len(values)}I", *values)
+    return bytes(data)
+
+
+def promising_fragment(count: int) -> bytes:
+    fragments = {"movflags": "frag_keyframe+empty_moov"}
+    data = bytearray(encoded("libx264", "mp4", [(64, 64)] * 3, {"preset": "ultrafast"}, fragments))
+    at = data.index(b"trun") + 4
+    data[at : at + 8] = struct.pack(">II", 0, count)
+    return bytes(data)
 
 
 def h264(width: int, height: int, count: int, kind: str = "mp4") -> bytes:
     return encoded("libx264", kind, [(width, height)] * count, {"preset": "ultrafast"})
 
 
-def encoded(codec: str, kind: str, sizes: list[tuple[int, int]], options: dict[str, str]) -> bytes:
+def encoded(
+    codec: str,
+    kind: str,
+    sizes: list[tuple[int, int]],
+    options: dict[str, str],
+    muxer: dict[str, str] | None = None,
+) -> bytes:
     """Black frames. From where the size changes another encoder goes on in the same track."""
     file = io.BytesIO()
-    with av.open(file, "w", format=kind) as container:
+    with av.open(file, "w", format=kind, options=muxer or {}) as container:
         width, height = sizes[0]
         pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream = container.add_stream(codec, rate=10, width=width, height=height, pix_fmt=pix_fmt)
@@ -396,10 +468,28 @@ BOMBS = {
     "webp-16383": Bomb(_IMAGE, lambda: saved(Image.new("L", (16383, 8192)), "webp", method=0)),
     "ico-65536": Bomb(_IMAGE, lambda: ico(png(65536, 65536, bits=1))),
     "ico-8192": Bomb(_IMAGE, lambda: ico(saved(Image.new("RGBA", (8192, 8192)), "png"))),
+    "jpeg-segments": Bomb(_IMAGE, lambda: jpeg_parts(b"\xff\xe5\0\2", 8 * MIB)),
+    "png-chunks": Bomb(_IMAGE, lambda: png_parts(b"prVt", b"", 2 * MIB)),
+    "png-exif": Bomb(_IMAGE, lambda: png_parts(b"eXIf", numbers(0x0112, 16 * MIB, 64), 1)),
+    "tiff-numbers": Bomb(_IMAGE, lambda: numbers(256, 16 * MIB, 64)),
+    "tiff-strips": Bomb(_IMAGE, lambda: tiff_tiles(8 * MIB)),
     "png-rgb-over": Bomb(_IMAGE, lambda: saved(square("RGB", 4).resize((4200, 4200)), "png")),
     "png-rgb": Bomb(_IMAGE, lambda: saved(square("RGB", 4), "png"), fits=True),
     "png-rgba": Bomb(_IMAGE, lambda: saved(square("RGBA", 4), "png"), fits=True),
     "png-rgba-sideways": Bomb(_IMAGE, lambda: saved(square("RGBA", 4), "png", exif=sideways()), fits=True),
+    "png-rgba16": Bomb(
+        _IMAGE,
+        lambda: png(side_of(4), side_of(4), bytes((1 + side_of(4) * 8) * side_of(4)), kind=6, bits=16),
+        fits=True,
+    ),
+    "png-grey-alpha": Bomb(_IMAGE, lambda: saved(square("LA", 4), "png"), fits=True),
+    "apng-fits": Bomb(
+        _IMAGE,
+        lambda: saved(
+            square("RGBA", 4), "png", save_all=True, append_images=[square("RGBA", 4, 9)], disposal=1
+        ),
+        fits=True,
+    ),
     "png-grey16": Bomb(_IMAGE, lambda: saved(square("I;16", 4, 9), "png"), fits=True),
     "png-palette": Bomb(_IMAGE, lambda: saved(square("P", 4), "png", transparency=0), fits=True),
     "png-1-bit": Bomb(_IMAGE, lambda: saved(square("1", 4), "png"), fits=True),
@@ -435,6 +525,11 @@ BOMBS = {
     "flac-mono-16k": Bomb(_AUDIO, lambda: silence(1048, 16000, 1, "FLAC", "PCM_16"), fits=True),
     "flac-mono-8k": Bomb(_AUDIO, lambda: silence(1048, 8000, 1, "FLAC", "PCM_16"), fits=True),
     "m4a-fits": Bomb(_AUDIO, lambda: aac(174, 48000, 2), fits=True),
+    "mov-png-as-sound": Bomb(_AUDIO, lambda: sound_beside_pictures(16000), fits=True),
+    "mov-png-tracks": Bomb(_VIDEO, lambda: sound_beside_pictures(1400, 40), harmless=True),
+    "m4a-promises": Bomb(_AUDIO, lambda: promising(aac(1, 16000, 1), 40 * 10**6)),
+    "h264-promises": Bomb(_VIDEO, lambda: promising(h264(64, 64, 3), 40 * 10**6)),
+    "h264-fragment-promises": Bomb(_VIDEO, lambda: promising_fragment(40 * 10**6)),
     "h264-8k": Bomb(_VIDEO, lambda: h264(7680, 4320, 3)),
     "h264-8k-ts": Bomb(_VIDEO, lambda: h264(7680, 4320, 3, "mpegts")),
     "vp8-grows-to-8k": Bomb(

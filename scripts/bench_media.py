@@ -127,7 +127,7 @@ class _Kept:
     def __init__(self) -> None:
         self.arrays: Arrays = {}
 
-    async def __call__(self, arrays: Arrays) -> Payload:
+    def __call__(self, arrays: Arrays) -> Payload:
         self.arrays = arrays
         return Payload(sum(array.nbytes for array in arrays.values()))
 

@@ -110,6 +110,14 @@ def test_formats_that_only_ffmpeg_reads(format: str, codec: str, mime: str) -> N
     assert np.sqrt(np.mean(found[2000:6000] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
 
 
+def test_amr() -> None:
+    decoded = decode(encode_av(tone(0.5, 8000), 8000, "amr", "libopencore_amrnb"), 16000, LIMITS)
+    assert decoded.mime == "audio/amr"
+    assert decoded.info["original_sampling_rate"] == 8000
+    assert abs(decoded.info["num_samples"] - 8000) <= 320  # frames of 20 ms
+    assert abs(peak_hz(decoded.arrays["samples"], 16000) - 440) < 4
+
+
 @pytest.mark.parametrize("channels", [2, 3, 6])
 def test_mono_is_the_mean_over_the_channels(channels: int) -> None:
     samples = np.zeros((1000, channels), np.float32)

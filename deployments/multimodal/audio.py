@@ -183,7 +183,8 @@ def _from_sndfile(data: bytes, wanted: _Decoding) -> Decoded | None:
 
 
 def _from_ffmpeg(data: bytes, wanted: _Decoding) -> Decoded:
-    with open_container(data, Modality.AUDIO, _NAMES) as container:
+    max_bytes = wanted.limits.max_decoded_bytes
+    with open_container(data, Modality.AUDIO, _NAMES, 0, max_bytes) as container:
         if not container.streams.audio:
             raise InvalidMedia("The file has no sound track.")
         track: _Track | None = None

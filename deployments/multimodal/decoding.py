@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import av
 
-from deployments.errors import InvalidMedia, UnsupportedMedia
+from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
+from deployments.multimodal.mp4_index import ENTRY_BYTES, promised_samples
 from deployments.types import Arrays, Modality
 
 # Containers that carry their content in themselves. Playlists and descriptions (hls, concat, dash, sdp),
@@ -39,6 +40,8 @@ _OPEN_OPTIONS = {
     "protocol_whitelist": "none",  # no protocol has this name
     "enable_drefs": "0",  # MOV tracks whose data lie in another file
 }
+
+_NO_PICTURES = 1  # FFmpeg's `max_pixels` with which it decodes nothing
 
 # What is often sent in place of media, by its first bytes.
 _NOT_MEDIA = [
@@ -121,19 +124,22 @@ def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
 
 @contextmanager
 def open_container(
-    data: bytes, modality: str, formats: str, options: dict[str, str] | None = None
+    data: bytes, modality: str, formats: str, max_pixels: int, max_decoded_bytes: int
 ) -> Iterator[Any]:
     """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
 
-    Raises as `refuse` does for what does not open, and InvalidMedia for what FFmpeg stumbles over later.
+    To tell what the tracks hold FFmpeg may decode frames of up to `max_pixels` together. Raises as `refuse`
+    does for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for
+    what FFmpeg stumbles over later.
     """
+    if promised_samples(data) * ENTRY_BYTES > max_decoded_bytes:
+        raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")
     try:
-        container = av.open(
-            io.BytesIO(data),
-            options=_OPEN_OPTIONS | (options or {}),
-            metadata_errors="replace",
-            io_open=_open_nothing,
-        )
+        container = _open(data, _NO_PICTURES)
+        tracks = len(container.streams.video)
+        if max_pixels and tracks:  # FFmpeg decodes a frame of each, and holds them all
+            container.close()
+            container = _open(data, max_pixels // tracks)
     except _FFMPEG_ERRORS:
         refuse(data, modality, formats)
     try:
@@ -141,6 +147,15 @@ def open_container(
             yield container
     except _FFMPEG_ERRORS as error:
         raise InvalidMedia(f"The {modality} is damaged and cannot be decoded.") from error
+
+
+def _open(data: bytes, max_pixels: int) -> Any:
+    return av.open(
+        io.BytesIO(data),
+        options=_OPEN_OPTIONS | {"max_pixels": str(max_pixels)},
+        metadata_errors="replace",
+        io_open=_open_nothing,
+    )
 
 
 def container_mime(container: Any, data: bytes, modality: str) -> str:

@@ -26,6 +26,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.multimodal.decoding import Decoded, check_cancelled, refuse
+from deployments.multimodal.image_parts import check_parts
 
 # No EPS, PDF, WMF (they start helpers), SVG, JPEG 2000 or anything that only fuzzers send. With the plugins
 # imported by name Pillow does not import all it has at the first unknown file.
@@ -141,6 +142,7 @@ def _open(data: bytes, limits: ImageLimits) -> Any:
             image: Any = pillow_heif.HeifImageFile(io.BytesIO(data))
         else:
             _check_icons(data, limits)
+            check_parts(data)
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except UnidentifiedImageError:
         refuse(data, "image", _NAMES)

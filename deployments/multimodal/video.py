@@ -42,7 +42,7 @@ _SLOW_MS = 100
 _HELD_FRAMES = 26
 _RGB_BYTES = 3  # of a pixel
 _ANIMATION_BYTES = 18  # of a pixel, that Pillow and its libraries hold of an animation
-_PROBED = 4  # FFmpeg may decode frames so many times over the limit to tell how large they are
+_PROBED = 4  # FFmpeg may decode frames so many times over the limit to tell how large the tracks' are
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +194,9 @@ def decode(
 
 def _read_container(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
     # FFmpeg checks this before it allocates a frame, whatever the header said.
-    max_pixels = sampling.limits.max_pixels
-    probing = {"max_pixels": str(_PROBED * max_pixels)}
-    with open_container(data, Modality.VIDEO, _NAMES, probing) as container:
+    limits = sampling.limits
+    max_pixels, max_bytes = limits.max_pixels, limits.max_decoded_bytes
+    with open_container(data, Modality.VIDEO, _NAMES, _PROBED * max_pixels, max_bytes) as container:
         stream = _stream(container)
         decoder = stream.codec_context
         decoder.options = {"max_pixels": str(max_pixels)}
