@@ -187,6 +187,7 @@ class _Terms:
     budget: _Budget
     room: _Room
     salt: str
+    died: bool = False  # a replica that decoded the item: one more, and it is the item
     at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ITEMS_AT_ONCE))
 
     def name(self, item: Item) -> Name | None:
@@ -318,11 +319,34 @@ class Pipeline:
                     return [await self._recall(items[0], terms)]
                 sources = [await _source(item) for item in items]
                 items = [replace(item, data=b"") for item in items]  # they live as long as the answer
-                attempt = partial(self._load_and_process, items, sources, terms)
-                return await once_more(attempt, on=InputLost)
+                load = partial(self._load_and_process, items, sources)
+                if len(items) == 1 and _is_read_at_once(sources[0], terms.options):
+                    read = partial(self._read, items[0], sources[0], terms)
+                    return await once_more(read, partial(load, replace(terms, died=True)), on=ReplicaDied)
+                return await once_more(partial(load, terms), on=InputLost)
         except ServingError as error:
             error.param = error.param or items[0].param
             raise
+
+    async def _read(self, item: Item, source: MediaSource, terms: _Terms) -> list[PreparedItem]:
+        """Decoded where it is processed: one hop, and a copy of what was decoded, less."""
+        name = terms.name(item)
+        stage = self._stages.preprocessor.options(session_id=_place(name or _sample(source)))
+        done, timing = await _call_in_time(
+            stage.read,
+            source,
+            terms.options,
+            terms.settings,
+            name,
+            stage="MMPreprocessor",
+            deadline=terms.deadline,
+            modality=source.modality,
+        )
+        terms.room.take(done.features.length, item.param)
+        _count_bytes("MMPreprocessor", source.modality, done.media.num_bytes, done.features.payload.nbytes)
+        loading, processing = timing.split(done.media.service_ms)
+        timings = {"load": loading, "preprocess": processing}
+        return [PreparedItem(item, done.features, timings, done.media.num_bytes, done.media)]
 
     async def _load_and_process(
         self, items: list[Item], sources: list[MediaSource], terms: _Terms
@@ -356,7 +380,7 @@ class Pipeline:
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
             in_message = _is_small(source) and not terms.options.previews
-            media, loading = await self._load(source, terms.options, terms.deadline, in_message)
+            media, loading = await self._load(source, terms, in_message)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
             return replace(media, name=terms.name(item), param=item.param), loading
@@ -397,28 +421,25 @@ class Pipeline:
         _count_bytes("EmbeddingLoader", modality, num_bytes, features.payload.nbytes)
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
-    async def _load(
-        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool
-    ) -> tuple[Media, Timing]:
+    async def _load(self, source: MediaSource, terms: _Terms, in_message: bool) -> tuple[Media, Timing]:
         stage = self._stages.media.options(
             session_id=_place(source.url or _sample(source)), _by_reference=not in_message
         )
-        options = replace(options, in_message=in_message)
         attempt = partial(
             _call_in_time,
             stage.load,
             source,
-            options,
+            replace(terms.options, in_message=in_message),
             stage="MediaLoader",
-            deadline=deadline,
+            deadline=terms.deadline,
             modality=source.modality,
         )
         try:
-            media, timing = await once_more(attempt, on=ReplicaDied)
+            media, timing = await (attempt() if terms.died else once_more(attempt, on=ReplicaDied))
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
         if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
-            media, bringing = await self._load(source, options, deadline, in_message=False)
+            media, bringing = await self._load(source, terms, in_message=False)
             return media, timing.then(bringing)
         _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
         return media, timing
@@ -524,6 +545,11 @@ async def _call_in_time(method: Any, *args: Any, stage: str, deadline: Deadline,
 def _place(key: Name | str) -> str:
     """Tells a router what belongs together; see `deployments.affinity`."""
     return key if isinstance(key, str) else "\0".join(key)
+
+
+def _is_read_at_once(source: MediaSource, options: MediaOptions) -> bool:
+    """Without `MediaLoader`, whose work on an image that came in the request is less than its hop."""
+    return source.modality == Modality.IMAGE and source.kind == "data" and not options.previews
 
 
 def _is_small(source: MediaSource) -> bool:

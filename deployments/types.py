@@ -166,12 +166,15 @@ class MMFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
-    """An item that was asked for by its name."""
+class MMItem:
+    """An item and what became of it."""
 
     media: Media  # without its arrays
     features: MMFeatures
-    service_ms: float = 0.0
+
+    @property
+    def service_ms(self) -> float:
+        return self.media.service_ms + self.features.service_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from contextvars import copy_context
 import pytest
 
 from deployments.errors import FetchFailed, InvalidMedia, ServingError
-from deployments.logs import about, log_refusals_in_one_line
+from deployments.logs import about, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +16,8 @@ def as_it_was():
 
 
 def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    log_refusals_in_one_line()
-    log_refusals_in_one_line()
+    set_up_logs()
+    set_up_logs()
     try:
         raise error
     except type(error):
@@ -47,7 +47,7 @@ def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture
             logging.getLogger("ray.serve").warning("This looks odd.")
             raise error
 
-    log_refusals_in_one_line()
+    set_up_logs()
     with pytest.raises(InvalidMedia):
         copy_context().run(call)
     assert [record.item for record in caplog.records] == ["messages[0].content[2]"]  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_families import FAMILIES
 from tiny_models import (
+    DECODER,
     MODELS,
     OMNI,
     audio,
@@ -34,12 +35,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 
 @pytest.fixture(scope="module")
 def stage() -> MMPreprocessor:
-    return MMPreprocessor(PreprocessConfig(threads=2))
+    return MMPreprocessor(PreprocessConfig(threads=2), DECODER)
 
 
 @pytest.fixture(scope="module")
 def vl_stage() -> MMPreprocessor:
-    return MMPreprocessor(PreprocessConfig(model=qwen_vl()))
+    return MMPreprocessor(PreprocessConfig(model=qwen_vl()), DECODER)
 
 
 async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor) -> None:
