@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
-from PIL import Image
 from pydantic import Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
@@ -22,7 +20,7 @@ from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import data_uri
 from deployments.multimodal.audio import AudioLimits
-from deployments.multimodal.decoder import Decoder, identify
+from deployments.multimodal.decoder import Decoder, identify, silence_pillow
 from deployments.multimodal.fetch import Fetched, Fetcher
 from deployments.multimodal.http_cache import HttpCache
 from deployments.multimodal.image import PILLOW_MAX_PIXELS, ImageLimits
@@ -106,9 +104,7 @@ class MediaLoader:
 
     def __init__(self, config: MediaConfig) -> None:
         begin(self, config)
-        # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+        silence_pillow()
         root = config.allowed_local_media_path
         if root and not Path(root).is_dir():  # not in the config: it may be read on another machine
             raise ValueError("allowed_local_media_path is no folder on the media stage's machine")

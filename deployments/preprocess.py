@@ -23,8 +23,9 @@ from deployments.item_processor import ItemProcessor
 from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
 from deployments.multimodal import data_uri
-from deployments.multimodal.decoder import Decoder, identify
+from deployments.multimodal.decoder import Decoder, identify, silence_pillow
 from deployments.multimodal.feature_cache import FeatureCache
+from deployments.multimodal.image import Canvas
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.payload import pack, unpack, unpack_pieces
@@ -67,9 +68,11 @@ class MMPreprocessor:
         import torch
 
         torch.set_num_threads(config.torch_threads)
+        silence_pillow()
         # Arrays from the object store are read-only. Processors read them and no more (there is a test).
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._decoder = decoder
+        self._canvas = Canvas()
         self._pool = WorkPool(config.threads, config.niceness)
         self._reading = WorkPool(1, config.niceness)  # what is known already does not wait for other work
         first = only_what_is_exact(ItemProcessor(load_processor(config.model, config.chat_template)))
@@ -236,7 +239,9 @@ class MMPreprocessor:
     ) -> tuple[Media, MMFeatures]:
         start = time.perf_counter()
         with span("decode"):
-            media, arrays = self._decoder.decode(data, item.digest, item.modality, options, cancelled)
+            media, arrays = self._decoder.decode(
+                data, item.digest, item.modality, options, cancelled, self._canvas
+            )
         ms = (time.perf_counter() - start) * 1000
         logger.info("loaded %s: %d bytes of %s in %.1f ms", item.modality, len(data), media.mime, ms)
         (features,) = self._process([(media, arrays)], settings)

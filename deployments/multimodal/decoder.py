@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+
+from PIL import Image
 
 from deployments.multimodal import audio, image, video
 from deployments.multimodal.audio import AudioLimits
 from deployments.multimodal.hashing import digest
-from deployments.multimodal.image import ImageLimits
+from deployments.multimodal.image import Canvas, ImageLimits
 from deployments.multimodal.previews import previews
 from deployments.multimodal.video import VideoLimits
 from deployments.types import Arrays, Media, MediaOptions, Modality, Payload
@@ -29,6 +32,12 @@ def identify(read: Callable[[], bytes], modality: Modality, options: MediaOption
     return data, digest(modality, data, *map(repr, shaping))
 
 
+def silence_pillow() -> None:
+    """It would warn on stderr at half of its limit (we have our own) and of damaged files."""
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The limits that an item is held to, whichever stage decodes it."""
@@ -39,15 +48,23 @@ class Decoder:
     max_bytes: Mapping[Modality, int]  # of one item, encoded
 
     def decode(
-        self, data: bytes, name: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
+        self,
+        data: bytes,
+        name: str,
+        modality: Modality,
+        options: MediaOptions,
+        cancelled: threading.Event,
+        canvas: Canvas | None = None,
     ) -> tuple[Media, Arrays]:
-        """The item by its `name` (see `identify`), and its arrays, which are not packed.
+        """The item by its `name` (see `identify`), and its arrays, which are not packed, and which last until
+        the next item that is decoded on the same canvas.
 
         Raises InvalidMedia and its kin; DecodingCancelled soon after `cancelled` is set.
         """
         match modality:
             case Modality.IMAGE:
-                decoded = image.decode(data, replace(self.image, background=options.background), cancelled)
+                limits = replace(self.image, background=options.background)
+                decoded = image.decode(data, limits, cancelled, canvas)
             case Modality.AUDIO:
                 decoded = audio.decode(data, options.sampling_rate, self.audio, cancelled)
             case Modality.VIDEO:
