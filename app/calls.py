@@ -92,11 +92,6 @@ class Timing:
     def end(self) -> float:
         return self.start + self.queue + self.fetch + self.service
 
-    def then(self, later: Timing) -> Timing:
-        """Of both calls together."""
-        queue = self.queue + later.queue + later.start - self.end
-        return Timing(self.start, queue, self.service + later.service, self.fetch + later.fetch)
-
     def split(self, service_ms: float) -> tuple[Timing, Timing]:
         """Of a call that did two things: the first of them for `service_ms`, which also waited for both."""
         first = replace(self, service=min(self.service, service_ms))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +43,6 @@ from deployments.metrics import CALL_BYTES_IN, CALL_BYTES_OUT
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
-from deployments.payload import INLINE_BYTES
 from deployments.types import (
     SECONDS,
     Delta,
@@ -67,6 +67,9 @@ from deployments.types import (
 
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
+
+# What is decoded where it is processed, in bytes of its text. Other work waits for it there.
+_READ_AT_ONCE = {Modality.IMAGE: math.inf, Modality.AUDIO: 32 * 1024}
 
 _NAMED = 3  # items that an error message lists
 _SAMPLE_BYTES = 4096
@@ -379,8 +382,7 @@ class Pipeline:
 
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
-            in_message = _is_small(source) and not terms.options.previews
-            media, loading = await self._load(source, terms, in_message)
+            media, loading = await self._load(source, terms)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
             return replace(media, name=terms.name(item), param=item.param), loading
@@ -421,15 +423,13 @@ class Pipeline:
         _count_bytes("EmbeddingLoader", modality, num_bytes, features.payload.nbytes)
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
-    async def _load(self, source: MediaSource, terms: _Terms, in_message: bool) -> tuple[Media, Timing]:
-        stage = self._stages.media.options(
-            session_id=_place(source.url or _sample(source)), _by_reference=not in_message
-        )
+    async def _load(self, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
+        stage = self._stages.media.options(session_id=_place(source.url or _sample(source)))
         attempt = partial(
             _call_in_time,
             stage.load,
             source,
-            replace(terms.options, in_message=in_message),
+            terms.options,
             stage="MediaLoader",
             deadline=terms.deadline,
             modality=source.modality,
@@ -438,9 +438,6 @@ class Pipeline:
             media, timing = await (attempt() if terms.died else once_more(attempt, on=ReplicaDied))
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
-        if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
-            media, bringing = await self._load(source, terms, in_message=False)
-            return media, timing.then(bringing)
         _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
         return media, timing
 
@@ -548,14 +545,11 @@ def _place(key: Name | str) -> str:
 
 
 def _is_read_at_once(source: MediaSource, options: MediaOptions) -> bool:
-    """Without `MediaLoader`, whose work on an image that came in the request is less than its hop."""
-    return source.modality == Modality.IMAGE and source.kind == "data" and not options.previews
-
-
-def _is_small(source: MediaSource) -> bool:
-    """A guess, before it is decoded: a JPEG or MP3 grows about eightfold."""
-    is_still = source.modality != Modality.VIDEO and source.kind == "data"
-    return is_still and sum(payload.nbytes for payload in source.payloads) <= INLINE_BYTES // 8
+    """Without `MediaLoader`: its work on an image, or on a little sound, is less than its hop."""
+    if source.kind != "data" or options.previews:
+        return False
+    num_bytes = sum(payload.nbytes for payload in source.payloads)
+    return num_bytes <= _READ_AT_ONCE.get(source.modality, 0)
 
 
 def _sample(source: MediaSource) -> str:

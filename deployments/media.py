@@ -38,7 +38,6 @@ logger = logging.getLogger("ray.serve")
 
 MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
-KEEP_S = 5.0  # arrays that were too large for a message, until the call by reference comes
 
 
 class MediaConfig(StageConfig):
@@ -116,7 +115,6 @@ class MediaLoader:
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
         self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
-        self._too_large: dict[str, Media] = {}  # by digest, for a moment
         self._hits = self._misses = self._evictions = 0  # of these
         self._fetching = self._fetched = self._done = 0  # items
         publish(self._report)
@@ -128,7 +126,6 @@ class MediaLoader:
     async def reset_cache(self) -> None:
         self._cache.clear()
         self._decoded.clear()
-        self._too_large.clear()
 
     async def close(self) -> None:
         """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
@@ -139,8 +136,6 @@ class MediaLoader:
     @served
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
-
-        With `in_message` also without arrays that are too large for one; the same call without it has them.
 
         Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
 
@@ -189,15 +184,7 @@ class MediaLoader:
         if source.kind == "url":
             key = (source.modality, source.url, options)
             return await self._by_url.run(key, lambda: self._load_url(source, options))
-        media = await self._load_data(source, options)
-        return self._without_references(media) if options.in_message else media
-
-    def _without_references(self, media: Media) -> Media:
-        if media.payload.ref is None:
-            return media
-        self._too_large[media.digest] = media
-        asyncio.get_running_loop().call_later(KEEP_S, self._too_large.pop, media.digest, None)
-        return replace(media, payload=Payload(media.payload.nbytes))
+        return await self._load_data(source, options)
 
     @cached_property
     def _fetcher(self) -> Fetcher:
@@ -263,14 +250,7 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
-        if options.in_message:  # so little that another thread would take longer to wake up
-            start = time.perf_counter()
-            data, name = identify(read, source.modality, options)
-            ms = (time.perf_counter() - start) * 1000
-        else:
-            (data, name), ms = await self._pool.run(identify, read, source.modality, options)
-        if not options.previews and (kept := self._too_large.pop(name, None)):
-            return replace(kept, service_ms=ms)
+        (data, name), ms = await self._pool.run(identify, read, source.modality, options)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
             self._hits += 1

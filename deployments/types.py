@@ -26,8 +26,8 @@ Edges = tuple[str, str]
 class Payload:
     """Named arrays on their way between processes, opaque to whoever only passes them on.
 
-    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`, or its size where it
-    may be had by reference. See `deployments.payload` for packing and unpacking.
+    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
+    `deployments.payload` for packing and unpacking.
     """
 
     nbytes: int  # bytes of all arrays together
@@ -62,7 +62,6 @@ class MediaOptions:
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
     decode_again: bool = True  # the arrays are wanted of what was decoded before, too
-    in_message: bool = False  # no arrays by reference: large ones wait for a call that may bring them
 
 
 class Name(NamedTuple):

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from app.config import AppConfig
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
-from deployments.types import Chat, Media, MediaOptions, MediaSource, MMFeatures, MMItem, Modality, Payload
+from deployments.types import Chat, Media, MMFeatures, MMItem, Modality, Payload
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,14 @@ def parsed(*shades: int) -> ParsedChat:
     return ParsedChat(Chat([{"role": "user", "content": content}]), items)
 
 
-def heard(*pitches: int) -> ParsedChat:
-    """One sound for each pitch in Hz: those come by way of the loader."""
+def heard(*pitches: int, seconds: float = 1.0) -> ParsedChat:
+    """One sound for each pitch in Hz: of a second, it is too much to be decoded where it is processed."""
     items = []
     for i, pitch in enumerate(pitches):
         file = io.BytesIO()
-        soundfile.write(file, np.sin(np.arange(3200) * 2 * np.pi * pitch / 8000), 8000, format="wav")
+        soundfile.write(
+            file, np.sin(np.arange(16000 * seconds) * 2 * np.pi * pitch / 16000), 16000, format="wav"
+        )
         data = base64.b64encode(file.getvalue())
         param = f"messages[0].content[{i}]"
         items.append(Item(param, Modality.AUDIO, "data", header="audio/wav;base64", data=data))
@@ -92,24 +93,6 @@ class CountingLoader(MediaLoader):
         return self._counts
 
 
-class FullLoader(MediaLoader):
-    """Whatever it decodes is too large for a message."""
-
-    def __init__(self) -> None:
-        super().__init__(AppConfig().media)
-        self._asked: list[bool] = []
-
-    async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
-        self._asked.append(options.in_message)
-        media = await super().load(source, options, timeout_s)
-        if options.in_message:  # all of the work is done then
-            return replace(media, payload=Payload(2**20), service_ms=1e9)
-        return replace(media, service_ms=0.0)
-
-    async def asked(self) -> list[bool]:
-        return self._asked
-
-
 class ForgetfulPreprocessor(MMPreprocessor):
     """Stands for one whose input went with the process that owned it."""
 
@@ -148,7 +131,7 @@ async def test_features_come_back_in_the_order_of_the_items(graph: LocalGraph) -
 
 async def test_a_request_has_so_many_items_in_flight_and_no_more(graph: LocalGraph) -> None:
     loader = local(CountingLoader)
-    await prepare(graph, heard(*range(400, 440)), media=loader)
+    await prepare(graph, heard(*range(400, 440)), 2**22, media=loader)
     counts = await loader.counts.remote()
     assert len(counts) == 40
     assert max(counts) == 32
@@ -165,11 +148,12 @@ async def test_a_file_that_kills_two_loaders_is_the_clients_error(graph: LocalGr
     assert caught.value.param == "messages[0].content[0]"
 
 
-async def test_an_image_in_the_request_needs_no_loader(graph: LocalGraph) -> None:
-    (item,) = (await prepare(graph, parsed(8), media=local(DyingLoader, 2))).items
-    assert item.media.info["width"] == 1
-    assert list(item.timings) == ["load", "preprocess"]
-    assert all(timing.service > 0 for timing in item.timings.values())
+async def test_an_image_or_a_little_sound_in_the_request_needs_no_loader(graph: LocalGraph) -> None:
+    for chat in (parsed(8), heard(730, seconds=0.5)):
+        (item,) = (await prepare(graph, chat, media=local(DyingLoader, 2))).items
+        assert item.features.num_tokens > 0
+        assert list(item.timings) == ["load", "preprocess"]
+        assert all(timing.service > 0 for timing in item.timings.values())
 
 
 async def test_an_image_that_kills_a_preprocessor_goes_to_the_loader(graph: LocalGraph) -> None:
@@ -180,15 +164,6 @@ async def test_an_image_that_kills_a_preprocessor_goes_to_the_loader(graph: Loca
     with pytest.raises(InvalidMedia, match="failed twice") as caught:
         await prepare(graph, parsed(10), preprocessor=stage, media=local(DyingLoader, 1))
     assert caught.value.param == "messages[0].content[0]"
-
-
-async def test_what_is_too_large_for_a_message_is_asked_for_by_reference(graph: LocalGraph) -> None:
-    loader = local(FullLoader)
-    await prepare(graph, heard(710))  # what was decoded, too, is kept; this loader holds nothing back
-    prepared = await prepare(graph, heard(710), media=loader)
-    assert prepared.items[0].features.num_tokens > 0
-    assert await loader.asked.remote() == [True, False]
-    assert prepared.items[0].timings["load"].service > 0
 
 
 async def test_a_lost_array_is_loaded_again(graph: LocalGraph) -> None:
