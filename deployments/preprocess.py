@@ -133,21 +133,14 @@ class MMPreprocessor:
 
         Raises as `MediaLoader.load` and `process` do.
         """
-        modality = source.modality
         with let_go_on_error(source.payloads), about(source.param):
-            self._check_modality(modality)
-            async with _in_time(timeout_s, modality):
-                pieces = await unpack_pieces(source.payloads)
-                decode = partial(data_uri.decode, source.header, pieces, self._decoder.max_bytes[modality])
-                (data, digest), read_ms = await self._reading.run(identify, decode, modality, options)
-                item = Media(modality, digest, Payload(0), {}, len(data), "")
-                digests = self._digests([item], settings)
-                work = partial(self._decode_and_keep, data, item, options, settings)
-                (done,) = self._find(digests) or await self._flights.run(tuple(digests), work)
+            self._check_modality(source.modality)
+            async with _in_time(timeout_s, source.modality):
+                done = await self._read(source, options, settings)
             if name:
                 self._cache.name(name, done.media)
             self._done += 1
-            return replace(done, media=replace(done.media, service_ms=read_ms + done.media.service_ms))
+            return done
 
     @served
     async def recall(self, name: Name, settings: ProcessorSettings | None = None) -> MMItem:
@@ -180,6 +173,18 @@ class MMPreprocessor:
             )
             for kept in found
         ]
+
+    async def _read(
+        self, source: MediaSource, options: MediaOptions, settings: ProcessorSettings | None
+    ) -> MMItem:
+        pieces = await unpack_pieces(source.payloads)
+        decode = partial(data_uri.decode, source.header, pieces, self._decoder.max_bytes[source.modality])
+        (data, digest), ms = await self._reading.run(identify, decode, source.modality, options)
+        item = Media(source.modality, digest, Payload(0), {}, len(data), "")
+        digests = self._digests([item], settings)
+        work = partial(self._decode_and_keep, data, item, options, settings)
+        (done,) = self._find(digests) or await self._flights.run(tuple(digests), work)
+        return replace(done, media=replace(done.media, service_ms=ms + done.media.service_ms))
 
     async def _process_and_keep(self, items: list[Media], settings: ProcessorSettings | None) -> list[MMItem]:
         arrays = await asyncio.gather(*(unpack(media.payload) for media in items))
