@@ -230,7 +230,7 @@ async def test_the_fetch_stops_when_the_last_waiter_leaves() -> None:
 async def test_cancelling_tells_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     running, seen = threading.Event(), threading.Event()
 
-    def decode(data: bytes, limits: Any, cancelled: threading.Event) -> Any:
+    def decode(data: bytes, limits: Any, cancelled: threading.Event, *_: Any) -> Any:
         running.set()
         assert cancelled.wait(10)
         seen.set()
