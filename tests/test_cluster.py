@@ -364,6 +364,7 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
         ("MediaLoader", lambda: media("audio", data_uri("audio/wav", wav(1.6)))),
         ("MMPreprocessor", lambda: media("image", data_uri("image/png", png(77)))),
     ],
+    ids=["loader", "preprocessor"],
 )
 def test_an_item_whose_stage_dies_is_answered_all_the_same(server: Server, stage: str, item: Any) -> None:
     (pid,) = server.replicas(stage)
