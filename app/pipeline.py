@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from app.calls import (
     TEXT,
+    Broken,
     Deadline,
     InputLost,
     ReplicaDied,
@@ -72,7 +73,7 @@ _GRPC_BYTES = 2**20
 _READ_AT_ONCE = {Modality.IMAGE: math.inf, Modality.AUDIO: 32 * 1024}
 
 _NAMED = 3  # items that an error message lists
-_SAMPLE_BYTES = 4096
+_SAMPLE_BYTES = 16 * 1024
 
 # Of one request: enough to keep many replicas at work, and so few that they neither fill the queues of the
 # stages for others nor hold up the event loop while they start.
@@ -325,7 +326,7 @@ class Pipeline:
                 load = partial(self._load_and_process, items, sources)
                 if len(items) == 1 and _is_read_at_once(sources[0], terms.options):
                     read = partial(self._read, items[0], sources[0], terms)
-                    return await once_more(read, partial(load, replace(terms, died=True)), on=ReplicaDied)
+                    return await once_more(read, partial(load, replace(terms, died=True)), on=Broken)
                 return await once_more(partial(load, terms), on=InputLost)
         except ServingError as error:
             error.param = error.param or items[0].param
@@ -334,7 +335,7 @@ class Pipeline:
     async def _read(self, item: Item, source: MediaSource, terms: _Terms) -> list[PreparedItem]:
         """Decoded where it is processed: one hop, and a copy of what was decoded, less."""
         name = terms.name(item)
-        stage = self._stages.preprocessor.options(session_id=_place(name or _sample(source)))
+        stage = self._stages.preprocessor.options(session_id=_place(name or source.sample))
         done, timing = await _call_in_time(
             stage.read,
             source,
@@ -424,7 +425,7 @@ class Pipeline:
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
     async def _load(self, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
-        stage = self._stages.media.options(session_id=_place(source.url or _sample(source)))
+        stage = self._stages.media.options(session_id=_place(source.url or source.sample))
         attempt = partial(
             _call_in_time,
             stage.load,
@@ -552,11 +553,10 @@ def _is_read_at_once(source: MediaSource, options: MediaOptions) -> bool:
     return num_bytes <= _READ_AT_ONCE.get(source.modality, 0)
 
 
-def _sample(source: MediaSource) -> str:
-    """Of data. Equal for equal data, and if it is so for others, too, no harm is done."""
-    first = next((payload.inline for payload in source.payloads if payload.inline), b"")
-    total = sum(payload.nbytes for payload in source.payloads)
-    return digest(str(total), first[-_SAMPLE_BYTES:])
+def _sample(data: bytes | LongString) -> str:
+    """Equal for equal data, in whatever pieces it came, and hardly ever for others, which does no harm."""
+    head = data.head(_SAMPLE_BYTES) if isinstance(data, LongString) else data[:_SAMPLE_BYTES]
+    return digest(str(len(data)), head)
 
 
 def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
@@ -572,8 +572,10 @@ async def _source(item: Item) -> MediaSource:
     assert item.modality is not None
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url, param=item.param)
-    payloads = await _payloads(item.data)
-    return MediaSource(item.modality, "data", header=item.header, payloads=payloads, param=item.param)
+    payloads, sample = await _payloads(item.data), _sample(item.data)
+    return MediaSource(
+        item.modality, "data", header=item.header, payloads=payloads, sample=sample, param=item.param
+    )
 
 
 async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:

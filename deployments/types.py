@@ -48,6 +48,7 @@ class MediaSource:
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
     payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
+    sample: str = ""  # kind "data": a digest of a part of it, for the routers
     param: str = ""  # the item's place in the request, for the log
 
 

@@ -15,6 +15,8 @@ from ray.exceptions import ActorDiedError, OwnerDiedError
 from app.calls import Deadline
 from app.chat import Item, ParsedChat
 from app.config import AppConfig
+from app.intake import LongString
+from app.pipeline import _sample
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
@@ -185,6 +187,15 @@ async def test_the_media_of_a_request_are_bounded_together(graph: LocalGraph) ->
         await prepare(graph, three, 3 * each - 1)
     assert caught.value.param == "messages[0].content[2]"
     await prepare(graph, three, 3 * each)
+
+
+def test_a_sample_tells_data_apart_and_not_its_pieces() -> None:
+    data = [bytes([letter]) * 40_000 for letter in b"abc"]
+    whole = _sample(b"".join(data))
+    assert (
+        _sample(LongString((*data,))) == _sample(LongString((data[0][:9], data[0][9:], *data[1:]))) == whole
+    )
+    assert len({whole, _sample(b"".join(data[1:] + data[:1])), _sample(b"".join(data) + b"=")}) == 3
 
 
 async def test_what_is_fetched_counts_as_it_comes(tmp_path: Path) -> None:
