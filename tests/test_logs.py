@@ -1,10 +1,12 @@
+import io
 import logging
 from contextvars import copy_context
+from pathlib import Path
 
 import pytest
 
 from deployments.errors import FetchFailed, InvalidMedia, ServingError
-from deployments.logs import about, set_up_logs
+from deployments.logs import VERBOSE, about, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +67,24 @@ def test_what_is_not_the_clients_keeps_its_traceback(
     assert record.getMessage() == "Request failed."
     assert record.levelname == "ERROR"
     assert record.exc_info is not None
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [("", ["bad"]), ("1", ["well", "bad"])])
+def test_a_console_has_the_warnings_and_a_file_all(
+    verbose: str,
+    shown: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    logger, console = logging.getLogger("ray.serve"), io.StringIO()
+    handlers = [logging.StreamHandler(console), logging.FileHandler(tmp_path / "log")]
+    monkeypatch.setattr(logger, "handlers", handlers)
+    monkeypatch.setenv(VERBOSE, verbose)
+    set_up_logs()
+    logger.info("well")
+    logger.warning("bad")
+    handlers[1].close()
+    assert console.getvalue().split() == shown
+    assert (tmp_path / "log").read_text().split() == ["well", "bad"]
