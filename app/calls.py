@@ -92,10 +92,10 @@ class Timing:
     def end(self) -> float:
         return self.start + self.queue + self.fetch + self.service
 
-    def then(self, later: Timing) -> Timing:
-        """Of both calls together."""
-        queue = self.queue + later.queue + later.start - self.end
-        return Timing(self.start, queue, self.service + later.service, self.fetch + later.fetch)
+    def split(self, service_ms: float) -> tuple[Timing, Timing]:
+        """Of a call that did two things: the first of them for `service_ms`, which also waited for both."""
+        first = replace(self, service=min(self.service, service_ms))
+        return first, Timing(first.end, 0.0, self.service - first.service)
 
     def to_json(self) -> dict[str, float]:
         fetch = {"fetch": self.fetch} if self.fetch else {}
@@ -160,14 +160,16 @@ async def tell_all(handle: Any, method: str, *args: Any) -> None:
         await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 
 
-async def once_more(attempt: Callable[[], Awaitable[T]], *, on: type[Broken]) -> T:
-    """One retry of an idempotent call."""
+async def once_more(
+    attempt: Callable[[], Awaitable[T]], again: Callable[[], Awaitable[T]] | None = None, *, on: type[Broken]
+) -> T:
+    """One retry of an idempotent call, by another way if there is one."""
     try:
         return await attempt()
     except on as error:
         logger.warning("%s Trying once more.", error.message)
         CALL_RETRIES.add(1, error.stage, type(error).__name__)
-        return await attempt()
+        return await (again or attempt)()
 
 
 async def gather_all(coroutines: Iterable[Awaitable[T]]) -> list[T]:

@@ -21,7 +21,7 @@ def build(args: AppConfig) -> Application:
     tokenizer = _stage(Tokenizer).bind(args.tokenizer)
     media = _stage(MediaLoader, _BY_CONTENT).bind(args.media)
     embeddings = _stage(EmbeddingLoader).bind(args.embeddings)
-    preprocessor = _stage(MMPreprocessor, _BY_CONTENT).bind(args.preprocess)
+    preprocessor = _stage(MMPreprocessor, _BY_CONTENT).bind(args.preprocess, args.media.decoder)
     model = _stage(Model).bind(args.engine)
     return _stage(Ingress).bind(args.api, tokenizer, media, embeddings, preprocessor, model)
 

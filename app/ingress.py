@@ -14,6 +14,7 @@ from app.api import ApiSettings, create_app
 from app.pipeline import Pipeline, Stages
 from app.readiness import missing_stages
 from deployments import tracing
+from deployments.logs import set_up_logs
 from deployments.metrics import publish
 from deployments.release import freeze_start_up, reuse_memory
 
@@ -38,6 +39,7 @@ class Ingress:
             media.ready.remote(),
             embeddings.ready.remote(),
         )
+        set_up_logs()
         tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings
         self._handles = (tokenizer, media, embeddings, preprocessor, model)

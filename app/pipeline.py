@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from app.calls import (
     TEXT,
+    Broken,
     Deadline,
     InputLost,
     ReplicaDied,
@@ -42,7 +44,6 @@ from deployments.metrics import CALL_BYTES_IN, CALL_BYTES_OUT
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
-from deployments.payload import INLINE_BYTES
 from deployments.types import (
     SECONDS,
     Delta,
@@ -68,8 +69,11 @@ from deployments.types import (
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
+# What is decoded where it is processed, in bytes of its text. Other work waits for it there.
+_READ_AT_ONCE = {Modality.IMAGE: math.inf, Modality.AUDIO: 32 * 1024}
+
 _NAMED = 3  # items that an error message lists
-_SAMPLE_BYTES = 4096
+_SAMPLE_BYTES = 16 * 1024
 
 # Of one request: enough to keep many replicas at work, and so few that they neither fill the queues of the
 # stages for others nor hold up the event loop while they start.
@@ -187,6 +191,7 @@ class _Terms:
     budget: _Budget
     room: _Room
     salt: str
+    died: bool = False  # a replica that decoded the item: one more, and it is the item
     at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ITEMS_AT_ONCE))
 
     def name(self, item: Item) -> Name | None:
@@ -318,11 +323,34 @@ class Pipeline:
                     return [await self._recall(items[0], terms)]
                 sources = [await _source(item) for item in items]
                 items = [replace(item, data=b"") for item in items]  # they live as long as the answer
-                attempt = partial(self._load_and_process, items, sources, terms)
-                return await once_more(attempt, on=InputLost)
+                load = partial(self._load_and_process, items, sources)
+                if len(items) == 1 and _is_read_at_once(sources[0], terms.options):
+                    read = partial(self._read, items[0], sources[0], terms)
+                    return await once_more(read, partial(load, replace(terms, died=True)), on=Broken)
+                return await once_more(partial(load, terms), on=InputLost)
         except ServingError as error:
             error.param = error.param or items[0].param
             raise
+
+    async def _read(self, item: Item, source: MediaSource, terms: _Terms) -> list[PreparedItem]:
+        """Decoded where it is processed: one hop, and a copy of what was decoded, less."""
+        name = terms.name(item)
+        stage = self._stages.preprocessor.options(session_id=_place(name or source.sample))
+        done, timing = await _call_in_time(
+            stage.read,
+            source,
+            terms.options,
+            terms.settings,
+            name,
+            stage="MMPreprocessor",
+            deadline=terms.deadline,
+            modality=source.modality,
+        )
+        terms.room.take(done.features.length, item.param)
+        _count_bytes("MMPreprocessor", source.modality, done.media.num_bytes, done.features.payload.nbytes)
+        loading, processing = timing.split(done.media.service_ms)
+        timings = {"load": loading, "preprocess": processing}
+        return [PreparedItem(item, done.features, timings, done.media.num_bytes, done.media)]
 
     async def _load_and_process(
         self, items: list[Item], sources: list[MediaSource], terms: _Terms
@@ -355,8 +383,7 @@ class Pipeline:
 
     async def _load_one(self, item: Item, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         try:
-            in_message = _is_small(source) and not terms.options.previews
-            media, loading = await self._load(source, terms.options, terms.deadline, in_message)
+            media, loading = await self._load(source, terms)
             if item.kind == "url":
                 terms.budget.spend(media.num_bytes, item.param)
             return replace(media, name=terms.name(item), param=item.param), loading
@@ -397,29 +424,21 @@ class Pipeline:
         _count_bytes("EmbeddingLoader", modality, num_bytes, features.payload.nbytes)
         return PreparedItem(item, features, {"load": timing}, num_bytes)
 
-    async def _load(
-        self, source: MediaSource, options: MediaOptions, deadline: Deadline, in_message: bool
-    ) -> tuple[Media, Timing]:
-        stage = self._stages.media.options(
-            session_id=_place(source.url or _sample(source)), _by_reference=not in_message
-        )
-        options = replace(options, in_message=in_message)
+    async def _load(self, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
+        stage = self._stages.media.options(session_id=_place(source.url or source.sample))
         attempt = partial(
             _call_in_time,
             stage.load,
             source,
-            options,
+            terms.options,
             stage="MediaLoader",
-            deadline=deadline,
+            deadline=terms.deadline,
             modality=source.modality,
         )
         try:
-            media, timing = await once_more(attempt, on=ReplicaDied)
+            media, timing = await (attempt() if terms.died else once_more(attempt, on=ReplicaDied))
         except ReplicaDied:  # twice: a file that crashes its decoder
             raise InvalidMedia("Decoding this item failed twice. Convert it to another format.") from None
-        if in_message and media.payload.is_left_out and media.payload.nbytes:  # too large for one
-            media, bringing = await self._load(source, options, deadline, in_message=False)
-            return media, timing.then(bringing)
         _count_bytes("MediaLoader", source.modality, media.num_bytes, media.payload.nbytes)
         return media, timing
 
@@ -526,17 +545,18 @@ def _place(key: Name | str) -> str:
     return key if isinstance(key, str) else "\0".join(key)
 
 
-def _is_small(source: MediaSource) -> bool:
-    """A guess, before it is decoded: a JPEG or MP3 grows about eightfold."""
-    is_still = source.modality != Modality.VIDEO and source.kind == "data"
-    return is_still and sum(payload.nbytes for payload in source.payloads) <= INLINE_BYTES // 8
+def _is_read_at_once(source: MediaSource, options: MediaOptions) -> bool:
+    """Without `MediaLoader`: its work on an image, or on a little sound, is less than its hop."""
+    if source.kind != "data" or options.previews:
+        return False
+    num_bytes = sum(payload.nbytes for payload in source.payloads)
+    return num_bytes <= _READ_AT_ONCE.get(source.modality, 0)
 
 
-def _sample(source: MediaSource) -> str:
-    """Of data. Equal for equal data, and if it is so for others, too, no harm is done."""
-    first = next((payload.inline for payload in source.payloads if payload.inline), b"")
-    total = sum(payload.nbytes for payload in source.payloads)
-    return digest(str(total), first[-_SAMPLE_BYTES:])
+def _sample(data: bytes | LongString) -> str:
+    """Equal for equal data, in whatever pieces it came, and hardly ever for others, which does no harm."""
+    head = data.head(_SAMPLE_BYTES) if isinstance(data, LongString) else data[:_SAMPLE_BYTES]
+    return digest(str(len(data)), head)
 
 
 def _groups(items: list[Item], together: list[Modality]) -> list[list[Item]]:
@@ -552,8 +572,10 @@ async def _source(item: Item) -> MediaSource:
     assert item.modality is not None
     if item.kind == "url":
         return MediaSource(item.modality, "url", url=item.url, param=item.param)
-    payloads = await _payloads(item.data)
-    return MediaSource(item.modality, "data", header=item.header, payloads=payloads, param=item.param)
+    payloads, sample = await _payloads(item.data), _sample(item.data)
+    return MediaSource(
+        item.modality, "data", header=item.header, payloads=payloads, sample=sample, param=item.param
+    )
 
 
 async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:

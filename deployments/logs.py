@@ -1,5 +1,9 @@
 """What stands in the logs of the stages.
 
+Everything is in Serve's files. Ray brings what a replica writes to its console through three processes to the
+terminal of `serve run`, which takes more of a core than the tokenizer does: so there only warnings go, unless
+HEADRACE_VERBOSE is set.
+
 What a client or a media host did wrong is news for the client; in the log it is one line, no traceback. Where
 logs are JSON, a line about an item names its place in the request beside Serve's own fields.
 """
@@ -7,11 +11,14 @@ logs are JSON, a line about an item names its place in the request beside Serve'
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from deployments.errors import ServingError
+
+VERBOSE = "HEADRACE_VERBOSE"  # environment variable
 
 _ITEM: ContextVar[str] = ContextVar("item", default="")
 
@@ -27,9 +34,13 @@ def about(param: str) -> Iterator[None]:
         raise
 
 
-def log_refusals_in_one_line() -> None:
-    """Call it in each process of a stage: Serve logs whatever a call raises as an error of the server."""
+def set_up_logs() -> None:
+    """Call it in each process: Serve logs whatever a call raises as an error of the server."""
     logger = logging.getLogger("ray.serve")
+    if not os.environ.get(VERBOSE):
+        for handler in logger.handlers:
+            if type(handler) is logging.StreamHandler:  # not a file's
+                handler.setLevel(logging.WARNING)
     if not any(isinstance(present, _Refusals) for present in logger.filters):
         logger.addFilter(_Refusals())
 

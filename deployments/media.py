@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,19 +13,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
-from PIL import Image
 from pydantic import Field, model_validator
 
 from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
 from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
-from deployments.multimodal import audio, data_uri, image, video
+from deployments.multimodal import data_uri
 from deployments.multimodal.audio import AudioLimits
+from deployments.multimodal.decoder import Decoder, identify, silence_pillow
 from deployments.multimodal.fetch import Fetched, Fetcher
-from deployments.multimodal.hashing import digest
 from deployments.multimodal.http_cache import HttpCache
 from deployments.multimodal.image import PILLOW_MAX_PIXELS, ImageLimits
-from deployments.multimodal.previews import previews
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy, local_path
 from deployments.multimodal.video import VideoLimits
@@ -41,7 +38,6 @@ logger = logging.getLogger("ray.serve")
 
 MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
-KEEP_S = 5.0  # arrays that were too large for a message, until the call by reference comes
 
 
 class MediaConfig(StageConfig):
@@ -84,26 +80,19 @@ class MediaConfig(StageConfig):
         return UrlPolicy.of(self.allowed_media_domains, self.allowed_private_networks)
 
     @property
-    def image(self) -> ImageLimits:
-        return ImageLimits(self.max_image_pixels, self.max_image_decoded_bytes)
-
-    @property
-    def audio(self) -> AudioLimits:
-        return AudioLimits(self.max_audio_seconds, self.max_audio_decoded_bytes)
-
-    @property
-    def video(self) -> VideoLimits:
-        return VideoLimits(
-            self.max_video_seconds,
-            self.max_video_frames,
-            self.max_video_pixels,
-            self.max_video_decoded_bytes,
-            self.video_threads,
+    def decoder(self) -> Decoder:
+        return Decoder(
+            ImageLimits(self.max_image_pixels, self.max_image_decoded_bytes),
+            AudioLimits(self.max_audio_seconds, self.max_audio_decoded_bytes),
+            VideoLimits(
+                self.max_video_seconds,
+                self.max_video_frames,
+                self.max_video_pixels,
+                self.max_video_decoded_bytes,
+                self.video_threads,
+            ),
+            {modality: getattr(self, f"max_{modality}_bytes") for modality in Modality},
         )
-
-    def max_bytes(self, modality: Modality) -> int:
-        """Encoded bytes of one item."""
-        return int(getattr(self, f"max_{modality}_bytes"))
 
     def fetch_timeout_s(self, modality: Modality) -> float:
         return float(getattr(self, f"{modality}_fetch_timeout_s"))
@@ -114,20 +103,18 @@ class MediaLoader:
 
     def __init__(self, config: MediaConfig) -> None:
         begin(self, config)
-        # Pillow would warn on stderr at half of its limit (we have our own) and of damaged files.
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+        silence_pillow()
         root = config.allowed_local_media_path
         if root and not Path(root).is_dir():  # not in the config: it may be read on another machine
             raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
         self._config = config
+        self._decoder = config.decoder
         self._pool = WorkPool(config.threads, config.niceness)
         self._by_url: SingleFlight[Media] = SingleFlight()
         self._by_content: SingleFlight[Media] = SingleFlight()
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
         self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
-        self._too_large: dict[str, Media] = {}  # by digest, for a moment
         self._hits = self._misses = self._evictions = 0  # of these
         self._fetching = self._fetched = self._done = 0  # items
         publish(self._report)
@@ -139,7 +126,6 @@ class MediaLoader:
     async def reset_cache(self) -> None:
         self._cache.clear()
         self._decoded.clear()
-        self._too_large.clear()
 
     async def close(self) -> None:
         """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
@@ -150,8 +136,6 @@ class MediaLoader:
     @served
     async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
         """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
-
-        With `in_message` also without arrays that are too large for one; the same call without it has them.
 
         Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
 
@@ -200,15 +184,7 @@ class MediaLoader:
         if source.kind == "url":
             key = (source.modality, source.url, options)
             return await self._by_url.run(key, lambda: self._load_url(source, options))
-        media = await self._load_data(source, options)
-        return self._without_references(media) if options.in_message else media
-
-    def _without_references(self, media: Media) -> Media:
-        if media.payload.ref is None:
-            return media
-        self._too_large[media.digest] = media
-        asyncio.get_running_loop().call_later(KEEP_S, self._too_large.pop, media.digest, None)
-        return replace(media, payload=Payload(media.payload.nbytes))
+        return await self._load_data(source, options)
 
     @cached_property
     def _fetcher(self) -> Fetcher:
@@ -220,7 +196,7 @@ class MediaLoader:
         )
 
     async def _load_url(self, source: MediaSource, options: MediaOptions) -> Media:
-        max_bytes = self._config.max_bytes(source.modality)
+        max_bytes = self._decoder.max_bytes[source.modality]
         if source.url[:5].lower() == "file:":
             root = self._config.allowed_local_media_path
             return await self._decode(partial(_read_file, source.url, root, max_bytes), source, options)
@@ -261,7 +237,7 @@ class MediaLoader:
 
     async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
         encoded = await unpack_pieces(source.payloads)
-        max_bytes = self._config.max_bytes(source.modality)
+        max_bytes = self._decoder.max_bytes[source.modality]
         read = partial(data_uri.decode, source.header, encoded, max_bytes)
         return await self._decode(read, source, options)
 
@@ -274,14 +250,7 @@ class MediaLoader:
         cached: bool = False,
     ) -> Media:
         """`read` gives the encoded bytes, in the pool's thread as well."""
-        if options.in_message:  # so little that another thread would take longer to wake up
-            start = time.perf_counter()
-            data, name = _read(read, source.modality, options)
-            ms = (time.perf_counter() - start) * 1000
-        else:
-            (data, name), ms = await self._pool.run(_read, read, source.modality, options)
-        if not options.previews and (kept := self._too_large.pop(name, None)):
-            return replace(kept, service_ms=ms)
+        (data, name), ms = await self._pool.run(identify, read, source.modality, options)
         known = self._decoded.get(name)
         if known and not (options.decode_again or options.previews):
             self._hits += 1
@@ -307,46 +276,14 @@ class MediaLoader:
     def _decode_now(
         self, data: bytes, name: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
     ) -> Media:
-        config = self._config
-        match modality:
-            case Modality.IMAGE:
-                decoded = image.decode(data, replace(config.image, background=options.background), cancelled)
-            case Modality.AUDIO:
-                decoded = audio.decode(data, options.sampling_rate, config.audio, cancelled)
-            case Modality.VIDEO:
-                num_frames, fps, longest = options.num_frames, options.fps, options.max_duration
-                decoded = video.decode(data, num_frames, fps, config.video, cancelled, longest)
-        shown = previews(modality, decoded.arrays, options.sampling_rate) if options.previews else []
-        return Media(
-            modality=modality,
-            digest=name,
-            payload=pack(decoded.arrays),
-            info=decoded.info,
-            num_bytes=len(data),
-            mime=decoded.mime,
-            video_metadata=decoded.video_metadata,
-            previews=shown,
-        )
+        media, arrays = self._decoder.decode(data, name, modality, options, cancelled)
+        return replace(media, payload=pack(arrays))
 
     def _remember(self, media: Media) -> None:
         self._decoded[media.digest] = media
         if len(self._decoded) > MAX_REMEMBERED:
             self._decoded.popitem(last=False)
             self._evictions += 1
-
-
-def _read(read: Callable[[], bytes], modality: Modality, options: MediaOptions) -> tuple[bytes, str]:
-    """The encoded bytes, and the digest of all that decides what becomes of them."""
-    shaping: tuple[object, ...]
-    match modality:
-        case Modality.IMAGE:
-            shaping = (options.background,)
-        case Modality.AUDIO:
-            shaping = (options.sampling_rate,)
-        case Modality.VIDEO:
-            shaping = (options.num_frames, options.fps, options.max_duration)
-    data = read()
-    return data, digest(modality, data, *map(repr, shaping))
 
 
 def _read_file(url: str, root: str, max_bytes: int) -> bytes:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import threading
+import time
 import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -18,15 +22,31 @@ from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
 from deployments.logs import about
 from deployments.metrics import publish, report_activity, report_cache
-from deployments.multimodal.feature_cache import FeatureCache, Kept
+from deployments.multimodal import data_uri
+from deployments.multimodal.decoder import Decoder, identify, silence_pillow
+from deployments.multimodal.feature_cache import FeatureCache
+from deployments.multimodal.image import Canvas
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.multimodal.single_flight import SingleFlight
-from deployments.payload import pack, unpack
+from deployments.payload import pack, unpack, unpack_pieces
 from deployments.pool import WorkPool
 from deployments.release import freeze_start_up, let_go_on_error
 from deployments.stage import StageConfig, begin
-from deployments.tracing import served, traced
-from deployments.types import Activity, Arrays, InputSpec, Media, MMBatch, MMFeatures, Name, Payload, Recalled
+from deployments.tracing import served, span, traced
+from deployments.types import (
+    Activity,
+    Arrays,
+    InputSpec,
+    Media,
+    MediaOptions,
+    MediaSource,
+    MMBatch,
+    MMFeatures,
+    MMItem,
+    Modality,
+    Name,
+    Payload,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,19 +63,23 @@ class PreprocessConfig(StageConfig):
 class MMPreprocessor:
     """Runs the checkpoint's processor over one item at a time."""
 
-    def __init__(self, config: PreprocessConfig) -> None:
+    def __init__(self, config: PreprocessConfig, decoder: Decoder) -> None:
         begin(self, config)
         import torch
 
         torch.set_num_threads(config.torch_threads)
+        silence_pillow()
         # Arrays from the object store are read-only. Processors read them and no more (there is a test).
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        self._decoder = decoder
+        self._canvas = Canvas()
         self._pool = WorkPool(config.threads, config.niceness)
+        self._reading = WorkPool(1, config.niceness)  # what is known already does not wait for other work
         first = only_what_is_exact(ItemProcessor(load_processor(config.model, config.chat_template)))
         self._spec = replace(first.spec(), caches=config.cache_bytes > 0)
         self._digests = first.digests
         self._cache = FeatureCache(config.cache_bytes)
-        self._flights: SingleFlight[MMBatch] = SingleFlight()
+        self._flights: SingleFlight[list[MMItem]] = SingleFlight()
         # The tokenizer inside must not be used from several threads at once: each call borrows a processor.
         self._idle: SimpleQueue[ItemProcessor] = SimpleQueue()
         self._idle.put(first)
@@ -79,68 +103,114 @@ class MMPreprocessor:
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
         """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
-        with let_go_on_error():
-            modality = items[0].modality
-            if modality not in self._spec.modalities:
-                raise UnsupportedMedia(f"This model does not take {modality}.")
+        modality = items[0].modality
+        with let_go_on_error(), about(items[0].param):
+            self._check_modality(modality)
             digests = self._digests(items, settings)
-            batch = self._find(digests)
-            if batch is None:
-                with about(items[0].param):
-                    batch = await self._share(digests, items, timeout_s, settings)
+            done = self._find(digests)
+            if done is None:
+                if tuple(digests) not in self._flights and any(media.payload.is_left_out for media in items):
+                    raise NotDecoded("An item was decoded before, but is not kept in this replica.")
+                work = partial(self._process_and_keep, items, settings)
+                async with _in_time(timeout_s, modality):
+                    done = await self._flights.run(tuple(digests), work)
             for media in items:
                 if media.name:
                     self._cache.name(media.name, _bare(media))
             self._done += len(items)
-            return batch
+            return MMBatch([each.features for each in done], done[0].features.service_ms)
 
     @served
-    async def recall(self, name: Name, settings: ProcessorSettings | None = None) -> Recalled:
+    async def read(
+        self,
+        source: MediaSource,
+        options: MediaOptions,
+        settings: ProcessorSettings | None,
+        name: Name | None,
+        timeout_s: float,
+    ) -> MMItem:
+        """An item whose data came in the request, decoded and processed in one go.
+
+        Raises as `MediaLoader.load` and `process` do.
+        """
+        with let_go_on_error(source.payloads), about(source.param):
+            self._check_modality(source.modality)
+            async with _in_time(timeout_s, source.modality):
+                done = await self._read(source, options, settings)
+            if name:
+                self._cache.name(name, done.media)
+            self._done += 1
+            return done
+
+    @served
+    async def recall(self, name: Name, settings: ProcessorSettings | None = None) -> MMItem:
         """Raises UnknownName where nothing, or nothing processed with these settings, is kept by it."""
         media = self._cache.named(name)
-        kept = self._cache.find(*self._digests([media], settings)) if media else None
-        if kept is None:
+        known = self._find(self._digests([media], settings)) if media else None
+        if known is None:
             raise UnknownName(
                 f"No {name.modality} is known by the uuid {name.uuid!r} (any more). Send it with its uuid."
             )
         self._done += 1
-        return Recalled(kept.media, replace(kept.features, cached=True, service_ms=0.0))
+        return known[0]
 
     async def reset_cache(self) -> None:
         self._cache.clear()
 
-    def _find(self, digests: list[str]) -> MMBatch | None:
+    def _check_modality(self, modality: Modality) -> None:
+        if modality not in self._spec.modalities:
+            raise UnsupportedMedia(f"This model does not take {modality}.")
+
+    def _find(self, digests: list[str]) -> list[MMItem] | None:
         """All of them, or none."""
-        found = [kept.features for digest in digests if (kept := self._cache.find(digest))]
+        found = [kept for digest in digests if (kept := self._cache.find(digest))]
         if len(found) < len(digests):
             return None
-        return MMBatch([replace(features, cached=True, service_ms=0.0) for features in found], 0.0)
+        return [
+            MMItem(
+                replace(kept.media, cached=True, service_ms=0.0),
+                replace(kept.features, cached=True, service_ms=0.0),
+            )
+            for kept in found
+        ]
 
-    async def _share(
-        self, digests: list[str], items: list[Media], timeout_s: float, settings: ProcessorSettings | None
-    ) -> MMBatch:
-        """One piece of work for all who want the same at once."""
-        if tuple(digests) not in self._flights and any(media.payload.is_left_out for media in items):
-            raise NotDecoded("An item was decoded before, but is not kept in this replica.")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._flights.run(
-                    tuple(digests), partial(self._process_and_keep, items, settings)
-                )
-        except TimeoutError:
-            raise StageTimeout(f"There was no time left to preprocess this {items[0].modality}.") from None
+    async def _read(
+        self, source: MediaSource, options: MediaOptions, settings: ProcessorSettings | None
+    ) -> MMItem:
+        pieces = await unpack_pieces(source.payloads)
+        decode = partial(data_uri.decode, source.header, pieces, self._decoder.max_bytes[source.modality])
+        (data, digest), ms = await self._reading.run(identify, decode, source.modality, options)
+        item = Media(source.modality, digest, Payload(0), {}, len(data), "")
+        digests = self._digests([item], settings)
+        work = partial(self._decode_and_keep, data, item, options, settings)
+        (done,) = self._find(digests) or await self._flights.run(tuple(digests), work)
+        return replace(done, media=replace(done.media, service_ms=ms + done.media.service_ms))
 
-    async def _process_and_keep(self, items: list[Media], settings: ProcessorSettings | None) -> MMBatch:
-        modality = items[0].modality
+    async def _process_and_keep(self, items: list[Media], settings: ProcessorSettings | None) -> list[MMItem]:
         arrays = await asyncio.gather(*(unpack(media.payload) for media in items))
         pairs = list(zip(items, arrays, strict=True))
         processed, ms = await self._pool.run(self._process, pairs, settings)
-        for each in processed:
-            logger.info("preprocessed %s: %d tokens in %.1f ms", modality, each.num_tokens, ms)
-        features = [replace(each, service_ms=ms) for each in processed]
-        for media, each_features in zip(items, features, strict=True):
-            self._cache.store(Kept(_bare(media), each_features))
-        return MMBatch(features, ms)
+        return self._keep(items, [replace(features, service_ms=ms) for features in processed])
+
+    async def _decode_and_keep(
+        self, data: bytes, item: Media, options: MediaOptions, settings: ProcessorSettings | None
+    ) -> list[MMItem]:
+        cancelled = threading.Event()
+        try:
+            work = self._pool.run(self._decode_and_process, data, item, options, settings, cancelled)
+            (media, features), ms = await work
+        finally:
+            cancelled.set()
+        return self._keep([media], [replace(features, service_ms=ms - media.service_ms)])
+
+    def _keep(self, items: list[Media], processed: list[MMFeatures]) -> list[MMItem]:
+        done = []
+        for media, features in zip(items, processed, strict=True):
+            told = (media.modality, features.num_tokens, features.service_ms)
+            logger.info("preprocessed %s: %d tokens in %.1f ms", *told)
+            done.append(MMItem(_bare(media), features))
+            self._cache.store(done[-1])
+        return done
 
     async def describe(self) -> InputSpec:
         return self._spec
@@ -164,6 +234,24 @@ class MMPreprocessor:
             num_bytes=cache.bytes,
         )
 
+    def _decode_and_process(
+        self,
+        data: bytes,
+        item: Media,
+        options: MediaOptions,
+        settings: ProcessorSettings | None,
+        cancelled: threading.Event,
+    ) -> tuple[Media, MMFeatures]:
+        start = time.perf_counter()
+        with span("decode"):
+            media, arrays = self._decoder.decode(
+                data, item.digest, item.modality, options, cancelled, self._canvas
+            )
+        ms = (time.perf_counter() - start) * 1000
+        logger.info("loaded %s: %d bytes of %s in %.1f ms", item.modality, len(data), media.mime, ms)
+        (features,) = self._process([(media, arrays)], settings)
+        return replace(media, service_ms=ms), features
+
     @traced("preprocess")
     def _process(
         self, items: list[tuple[Media, Arrays]], settings: ProcessorSettings | None
@@ -173,6 +261,15 @@ class MMPreprocessor:
             return [each.record(pack(each.features)) for each in processor.process(items, settings)]
         finally:
             self._idle.put(processor)
+
+
+@asynccontextmanager
+async def _in_time(timeout_s: float, modality: Modality) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise StageTimeout(f"There was no time left to preprocess this {modality}.") from None
 
 
 def _bare(media: Media) -> Media:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from deployments import tracing
-from deployments.logs import log_refusals_in_one_line
+from deployments.logs import set_up_logs
 
 
 class StageConfig(BaseModel):
@@ -16,5 +16,5 @@ class StageConfig(BaseModel):
 
 def begin(stage: object, config: StageConfig) -> None:
     """First of all, in the stage's process."""
-    log_refusals_in_one_line()
+    set_up_logs()
     tracing.start(config.otlp_endpoint, type(stage).__name__)

@@ -26,8 +26,8 @@ Edges = tuple[str, str]
 class Payload:
     """Named arrays on their way between processes, opaque to whoever only passes them on.
 
-    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`, or its size where it
-    may be had by reference. See `deployments.payload` for packing and unpacking.
+    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
+    `deployments.payload` for packing and unpacking.
     """
 
     nbytes: int  # bytes of all arrays together
@@ -48,6 +48,7 @@ class MediaSource:
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
     payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
+    sample: str = ""  # kind "data": a digest of a part of it, for the routers
     param: str = ""  # the item's place in the request, for the log
 
 
@@ -62,7 +63,6 @@ class MediaOptions:
     background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
     previews: bool = False  # whether `Media.previews` are wanted
     decode_again: bool = True  # the arrays are wanted of what was decoded before, too
-    in_message: bool = False  # no arrays by reference: large ones wait for a call that may bring them
 
 
 class Name(NamedTuple):
@@ -166,12 +166,15 @@ class MMFeatures:
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
-    """An item that was asked for by its name."""
+class MMItem:
+    """An item and what became of it."""
 
     media: Media  # without its arrays
     features: MMFeatures
-    service_ms: float = 0.0
+
+    @property
+    def service_ms(self) -> float:
+        return self.media.service_ms + self.features.service_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def main() -> int:
     print(f"Starting Headrace from {args.config}; its logs go to {LOGS}", flush=True)
     server = subprocess.Popen(
         [sys.executable, "-m", "ray.serve.scripts", "run", str(args.config)],
-        env={**RAY_SETTINGS, **os.environ},
+        env={**RAY_SETTINGS, **os.environ, **({"HEADRACE_VERBOSE": "1"} if args.verbose else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -26,7 +26,7 @@ class LocalGraph:
         self.tokenizer = local(Tokenizer, config.tokenizer)
         self.media = local(MediaLoader, config.media)
         self.embeddings = local(EmbeddingLoader, config.embeddings)
-        self.preprocessor = local(MMPreprocessor, config.preprocess)
+        self.preprocessor = local(MMPreprocessor, config.preprocess, config.media.decoder)
         self.model = local(Model, config.engine)
 
     async def pipeline(self, **replaced: Any) -> Pipeline:

@@ -408,7 +408,7 @@ class Breaks:
             yield Delta([100 + token_id])
         raise self._error
 
-    async def load(self, *_: object) -> None:
+    async def read(self, *_: object) -> None:
         await asyncio.Event().wait()
 
 
@@ -441,11 +441,11 @@ async def test_an_error_before_the_first_token_has_a_status(graph: LocalGraph) -
 
 async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.3)
-    async with await graph.client(settings, media=local(Breaks, 0, ServingError(""))) as api:
+    async with await graph.client(settings, preprocessor=local(Breaks, 0, ServingError(""))) as api:
         response = await api.post(COMPLETIONS, json=chat(png()))
     assert response.status_code == 504
     assert response.json()["error"]["param"] == "messages[0].content[0]"
-    assert "still in MediaLoader when its 0.3 s were over" in response.json()["error"]["message"]
+    assert "still in MMPreprocessor when its 0.3 s were over" in response.json()["error"]["message"]
 
 
 async def stalls() -> AsyncIterator[bytes]:

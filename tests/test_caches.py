@@ -11,7 +11,7 @@ import httpx
 import pytest
 from local_graph import LocalGraph, chat
 from test_api import png
-from tiny_models import image, qwen_vl
+from tiny_models import DECODER, image, qwen_vl
 
 from app.config import AppConfig
 from deployments.errors import NotDecoded, UnknownName
@@ -27,7 +27,7 @@ CAT = Name("", Modality.IMAGE, "cat")
 
 @pytest.fixture
 def stage() -> MMPreprocessor:
-    return MMPreprocessor(PreprocessConfig(model=qwen_vl(), threads=2))
+    return MMPreprocessor(PreprocessConfig(model=qwen_vl(), threads=2), DECODER)
 
 
 def left_out(media: Media) -> Media:
@@ -82,7 +82,7 @@ async def test_a_name_means_what_was_sent_with_it_last(stage: MMPreprocessor) ->
 
 
 async def test_a_stage_may_keep_nothing() -> None:
-    stage = MMPreprocessor(PreprocessConfig(model=qwen_vl(), cache_bytes=0))
+    stage = MMPreprocessor(PreprocessConfig(model=qwen_vl(), cache_bytes=0), DECODER)
     media, _ = image(1)
     assert not (await stage.describe()).caches
     assert not (await stage.process(media, None, 30)).cached

@@ -160,10 +160,11 @@ def test_what_passes_between_calls_is_waiting_for_the_next() -> None:
     assert without_gaps(2.0, [load, preprocess]) == [Timing(2.0, 4.0, 2.0, 3.0), Timing(11.0, 2.0, 4.0)]
 
 
-def test_two_calls_for_one_piece_of_work_are_both_told() -> None:
-    first, second = Timing(5.0, 1.0, 2.0, 3.0), Timing(12.0, 1.0, 4.0)
-    assert first.then(second) == Timing(start=5.0, queue=3.0, service=6.0, fetch=3.0)
-    assert first.then(second).end == second.end
+def test_one_call_that_did_two_things_is_told_as_two() -> None:
+    first, second = Timing(start=5.0, queue=1.0, service=6.0).split(2.0)
+    assert (first, second) == (Timing(5.0, 1.0, 2.0), Timing(8.0, 0.0, 4.0))
+    joined, nothing = Timing(start=5.0, queue=1.0, service=6.0).split(20.0)  # another's work, its end
+    assert (joined, nothing) == (Timing(5.0, 1.0, 6.0), Timing(12.0, 0.0, 0.0))
 
 
 class Stage:

@@ -364,7 +364,7 @@ def test_b11_broken_pictures_are_refused_at_once(server: Server, stream: bool) -
         message = refused(ask(server, "look", media("image", url), stream=stream), "messages[0].content[1]")
         assert time.monotonic() - start < 2, name
         assert len(message) > 20, name
-    (pid,) = server.replicas("MediaLoader")
+    (pid,) = server.replicas("MMPreprocessor")
     used = [-1]
 
     def idle() -> bool:

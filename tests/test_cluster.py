@@ -256,8 +256,8 @@ def test_a_text_beyond_a_grpc_message_has_a_clear_error(server: Server) -> None:
 
 def test_the_request_id_is_echoed_and_in_every_stages_log(server: Server) -> None:
     request_id = f"trace-{time.time_ns()}"
-    content = [media("image", data_uri("image/png", png())), "what is this?"]
-    answer = server.post(COMPLETIONS, chat(*content, max_tokens=5), {"x-request-id": request_id})
+    items = [media("image", data_uri("image/png", png())), media("audio", data_uri("audio/wav", wav(1.5)))]
+    answer = server.post(COMPLETIONS, chat(*items, max_tokens=5), {"x-request-id": request_id})
     assert answer.headers["x-request-id"] == request_id
     for stage in ("Ingress", "Tokenizer", "MediaLoader", "MMPreprocessor", "Model"):
         wait_until(lambda: server.log_lines(stage, request_id), why=lambda: f"nothing of it in {stage}")  # noqa: B023
@@ -318,7 +318,7 @@ def begin(server: Server, body: bytes, num_bytes: int) -> None:
 def test_nothing_stays_of_large_bodies_that_are_refused_or_whose_client_leaves(server: Server) -> None:
     body = large_body()
     assert server.post(COMPLETIONS, body).status == 415  # the first time loads what it needs
-    before = {stage: server.own_bytes(stage) for stage in ("Ingress", "MediaLoader")}
+    before = {stage: server.own_bytes(stage) for stage in ("Ingress", "MMPreprocessor")}
     with server.object_store() as store:
         idle = store()
         for _ in range(3):
@@ -359,11 +359,18 @@ def test_health_follows_the_stages_and_a_dead_replica_is_replaced(
     wait_until(lambda: health(server)[0] == 200, 30)
 
 
-def test_a_small_item_whose_loader_dies_is_answered_all_the_same(server: Server) -> None:
-    """It travels in messages of gRPC, which tell of a death in another way than Ray does."""
-    (pid,) = server.replicas("MediaLoader")
+@pytest.mark.parametrize(
+    ("stage", "item"),
+    [
+        ("MediaLoader", lambda: media("audio", data_uri("audio/wav", wav(1.6)))),
+        ("MMPreprocessor", lambda: media("image", data_uri("image/png", png(77)))),
+    ],
+    ids=["loader", "preprocessor"],
+)
+def test_an_item_whose_stage_dies_is_answered_all_the_same(server: Server, stage: str, item: Any) -> None:
+    (pid,) = server.replicas(stage)
     os.kill(pid, signal.SIGSTOP)
-    request = chat(media("image", data_uri("image/png", png(77))), max_tokens=1)
+    request = chat(item(), max_tokens=1)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, COMPLETIONS, request)
         assert server.post(COMPLETIONS, chat("hello", max_tokens=1)).status == 200  # the first is on its way
@@ -372,14 +379,18 @@ def test_a_small_item_whose_loader_dies_is_answered_all_the_same(server: Server)
     wait_until(lambda: health(server)[0] == 200, 30)
 
 
-@pytest.mark.parametrize("size", [128, 4000], ids=["fits", "too-large"])
-def test_a_small_file_whatever_it_decodes_to(server: Server, size: int) -> None:
-    """Its answer is wanted in a message, which does not hold 48 MB of one colour."""
-    rendered = server.render(
-        media("image", data_uri("image/png", encoded(Image.new("L", (size, size)), "png")))
-    )
-    (item,) = rendered["items"]
-    assert item["media"]["width"] == size
+def test_a_sound_of_few_bytes_and_much_silence(server: Server) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, [0.0] * (29 * 16000), 16000, format="FLAC")
+    (item,) = server.render(media("audio", data_uri("audio/flac", file.getvalue())))["items"]
+    assert item["media"]["duration_s"] == 29
+    assert item["num_tokens"] > 0
+
+
+def test_an_image_of_few_bytes_and_many_pixels(server: Server) -> None:
+    image = encoded(Image.new("L", (4000, 4000)), "png")
+    (item,) = server.render(media("image", data_uri("image/png", image)))["items"]
+    assert item["media"]["width"] == 4000
     assert item["num_tokens"] > 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tiny_families import FAMILIES, paligemma
-from tiny_models import OMNI, image, processor
+from tiny_models import DECODER, OMNI, image, processor
 
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
@@ -89,7 +89,7 @@ def test_a_model_of_which_nothing_comes_out_does_not_start() -> None:
 
 def test_a_family_that_cannot_be_served_apart_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="PaliGemmaProcessor: image input does not come out"):
-        MMPreprocessor(PreprocessConfig(model=paligemma()))
+        MMPreprocessor(PreprocessConfig(model=paligemma()), DECODER)
 
 
 def test_an_item_of_several_that_are_processed_together_is_its_share() -> None:

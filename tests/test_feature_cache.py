@@ -1,15 +1,15 @@
 import pytest
 
-from deployments.multimodal.feature_cache import FeatureCache, Kept
-from deployments.types import Media, MMFeatures, Modality, Name, Payload
+from deployments.multimodal.feature_cache import _OVERHEAD, FeatureCache
+from deployments.types import Media, MMFeatures, MMItem, Modality, Name, Payload
 
 MIB = 2**20
 
 
-def kept(digest: str, num_bytes: int = MIB) -> Kept:
+def kept(digest: str, num_bytes: int = MIB) -> MMItem:
     media = Media(Modality.IMAGE, f"media of {digest}", Payload(0), {}, 10, "image/png")
     features = MMFeatures(Modality.IMAGE, digest, 1, [(5, 1)], Payload(num_bytes, inline=b""), {})
-    return Kept(media, features)
+    return MMItem(media, features)
 
 
 def test_what_was_stored_is_found_until_it_is_the_oldest() -> None:
@@ -21,14 +21,14 @@ def test_what_was_stored_is_found_until_it_is_the_oldest() -> None:
     assert cache.find("1") is None
     assert cache.find("0") is not None
     assert (cache.hits, cache.misses, cache.evictions) == (2, 1, 1)
-    assert cache.bytes == 9 * kept("0").num_bytes
+    assert cache.bytes == 9 * (MIB + _OVERHEAD)
 
 
 def test_storing_again_counts_once() -> None:
     cache = FeatureCache(10 * MIB)
     for _ in range(3):
         cache.store(kept("0"))
-    assert cache.bytes == kept("0").num_bytes
+    assert cache.bytes == (MIB + _OVERHEAD)
 
 
 @pytest.mark.parametrize("max_bytes", [0, 4 * MIB])

@@ -3,6 +3,7 @@ import io
 import struct
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,19 @@ def test_a_jpeg_of_another_kind_or_damaged_is_left_to_pillow() -> None:
     ]
     for data in files:
         assert image._plain_jpeg(Image.open(io.BytesIO(data)), data) is None
+
+
+def test_jpegs_on_one_canvas_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "_CANVAS_BYTES", 3 * 40 * 40)
+    canvas, memory = image.Canvas(), []
+    for side in (40, 24, 40, 41):  # the last is too large to stay
+        data = encode(Image.effect_noise((side, side), 80).convert("RGB"), "JPEG")
+        drawn = image.decode(data, ImageLimits(), canvas=canvas).arrays["pixels"]
+        assert np.array_equal(drawn, image.decode(data, ImageLimits()).arrays["pixels"])
+        memory.append(drawn.ctypes.data)
+    assert memory[0] == memory[1] == memory[2] != memory[3]
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(canvas.of, 1).result().ctypes.data != canvas.of(1).ctypes.data
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB"])

@@ -1,10 +1,12 @@
+import io
 import logging
 from contextvars import copy_context
+from pathlib import Path
 
 import pytest
 
 from deployments.errors import FetchFailed, InvalidMedia, ServingError
-from deployments.logs import about, log_refusals_in_one_line
+from deployments.logs import VERBOSE, about, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +18,8 @@ def as_it_was():
 
 
 def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    log_refusals_in_one_line()
-    log_refusals_in_one_line()
+    set_up_logs()
+    set_up_logs()
     try:
         raise error
     except type(error):
@@ -47,7 +49,7 @@ def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture
             logging.getLogger("ray.serve").warning("This looks odd.")
             raise error
 
-    log_refusals_in_one_line()
+    set_up_logs()
     with pytest.raises(InvalidMedia):
         copy_context().run(call)
     assert [record.item for record in caplog.records] == ["messages[0].content[2]"]  # type: ignore[attr-defined]
@@ -65,3 +67,24 @@ def test_what_is_not_the_clients_keeps_its_traceback(
     assert record.getMessage() == "Request failed."
     assert record.levelname == "ERROR"
     assert record.exc_info is not None
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [("", ["bad"]), ("1", ["well", "bad"])])
+def test_a_console_has_the_warnings_and_a_file_all(
+    verbose: str,
+    shown: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    logger, console = logging.getLogger("ray.serve"), io.StringIO()
+    handlers = [logging.StreamHandler(console), logging.FileHandler(tmp_path / "log")]
+    monkeypatch.setattr(logger, "handlers", handlers)
+    monkeypatch.setenv(VERBOSE, verbose)
+    set_up_logs()
+    logger.info("well")
+    logger.warning("bad")
+    handlers[1].close()
+    assert console.getvalue().split() == shown
+    assert (tmp_path / "log").read_text().split() == ["well", "bad"]

@@ -32,7 +32,7 @@ from deployments.multimodal import image
 from deployments.multimodal.single_flight import SingleFlight
 from deployments.multimodal.urls import UrlPolicy
 from deployments.payload import pack_pieces, unpack
-from deployments.types import Arrays, Media, MediaOptions, MediaSource, Modality, Payload
+from deployments.types import Media, MediaOptions, MediaSource, Modality
 
 OPTIONS = MediaOptions()
 
@@ -230,7 +230,7 @@ async def test_the_fetch_stops_when_the_last_waiter_leaves() -> None:
 async def test_cancelling_tells_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     running, seen = threading.Event(), threading.Event()
 
-    def decode(data: bytes, limits: Any, cancelled: threading.Event) -> Any:
+    def decode(data: bytes, limits: Any, cancelled: threading.Event, *_: Any) -> Any:
         running.set()
         assert cancelled.wait(10)
         seen.set()
@@ -464,36 +464,6 @@ async def test_what_was_decoded_before_comes_without_its_arrays_where_they_are_n
     assert (again.digest, again.info, again.mime) == (first.digest, first.info, first.mime)
     assert not any(media.payload.is_left_out for media in (first, wanted, other, shown))
     assert shown.previews
-
-
-async def test_what_is_too_large_for_a_message_waits_for_the_call_by_reference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    packed = []
-
-    def by_reference(arrays: Arrays) -> Payload:
-        packed.append(arrays)
-        return Payload(12, ref=object())
-
-    monkeypatch.setattr("deployments.media.pack", by_reference)
-    source = await data(Modality.IMAGE, png())
-    async with loading() as loader:
-        first = await loader.load(source, replace(OPTIONS, in_message=True), 10)
-        assert first.payload == Payload(12)
-        again = await loader.load(source, OPTIONS, 10)
-        assert again.payload.ref is not None
-        assert again.digest == first.digest
-        assert len(packed) == 1
-        # Who asks for previews gets some, whatever another's call left here.
-        await loader.load(source, replace(OPTIONS, in_message=True), 10)
-        assert (await loader.load(source, replace(OPTIONS, previews=True), 10)).previews
-        # Who does not come for them does not hold them.
-        monkeypatch.setattr("deployments.media.KEEP_S", 0)
-        await loader.load(source, replace(OPTIONS, in_message=True), 10)
-        later = asyncio.Event()
-        asyncio.get_running_loop().call_later(0, later.set)
-        await later.wait()
-        assert not loader._too_large
 
 
 async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:

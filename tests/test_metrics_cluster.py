@@ -127,11 +127,11 @@ def test_a_slow_host_starves_the_engine_and_a_full_engine_is_not_starved(own: Se
 def test_a_line_of_the_log_tells_request_stage_and_item(own: Server) -> None:
     pictures = [noise(), media("image", "data:image/png;base64,AAAA")]
     assert own.post(COMPLETIONS, chat(*pictures), {"x-request-id": "told-in-json"}).status == 415
-    lines = [json.loads(line) for line in own.log_lines("MediaLoader", "told-in-json")]
+    lines = [json.loads(line) for line in own.log_lines("MMPreprocessor", "told-in-json")]
     told = {line["item"]: line for line in lines if "item" in line}
     refused = told["messages[0].content[1]"]
     assert refused["message"].startswith("refused with 415: ")
-    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "headrace_MediaLoader")
+    assert (refused["request_id"], refused["deployment"]) == ("told-in-json", "headrace_MMPreprocessor")
     assert [line for line in lines if line["message"] == refused["message"]] == [refused]  # once
     for file in (own.logs / "serve").glob("*.log"):
         assert str(pictures[0])[80:120] not in file.read_text()
@@ -203,7 +203,7 @@ def test_every_query_of_every_panel_has_data(own: Server, prometheus: str) -> No
         mixed = chat(*parts, *embeds, {"type": "text", "text": "what?"}, max_tokens=8)
         for path in (COMPLETIONS, RENDER):
             assert own.post(path, mixed).status == 200
-        own.post(COMPLETIONS, chat(media("image", "data:image/png;base64,AAAA")))
+        own.post(COMPLETIONS, chat(media("audio", "data:audio/wav;base64,AAAA")))
         leave(own)
         die(own)
 

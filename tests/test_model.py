@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tiny_models import OMNI, audio, chat, image, tokenizer, video
+from tiny_models import DECODER, OMNI, audio, chat, image, tokenizer, video
 
 from deployments.errors import PromptTooLong, StageUnavailable
 from deployments.model import Model, ModelConfig
@@ -21,7 +21,7 @@ def model() -> Model:
 
 
 async def prepared() -> tuple[Prompt, list[MMFeatures]]:
-    preprocessor = MMPreprocessor(PreprocessConfig())
+    preprocessor = MMPreprocessor(PreprocessConfig(), DECODER)
     media = [image(1)[0], audio(2)[0], video(3)[0]]
     features = await asyncio.gather(*(preprocessor.process(item, None, timeout_s=30) for item in media))
     return tokenizer(OMNI).encode(chat("What is this?", *media)), list(features)

@@ -1,11 +1,13 @@
 """The fan-out over the real stages in local mode, with one of them replaced where only a fault shows."""
 
 import asyncio
-from dataclasses import replace
+import base64
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from local_graph import LocalGraph, local
 from PIL import Image
 from ray.exceptions import ActorDiedError, OwnerDiedError
@@ -13,10 +15,12 @@ from ray.exceptions import ActorDiedError, OwnerDiedError
 from app.calls import Deadline
 from app.chat import Item, ParsedChat
 from app.config import AppConfig
+from app.intake import LongString
+from app.pipeline import _sample
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
-from deployments.types import Chat, Media, MediaOptions, MediaSource, MMFeatures, Modality, Payload
+from deployments.types import Chat, Media, MMFeatures, MMItem, Modality, Payload
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,21 @@ def parsed(*shades: int) -> ParsedChat:
         data = "".join(f"%{byte:02x}" for byte in bmp).encode()
         items.append(Item(f"messages[0].content[{i}]", Modality.IMAGE, "data", header="image/bmp", data=data))
     content = [{"type": "image"} for _ in items]
+    return ParsedChat(Chat([{"role": "user", "content": content}]), items)
+
+
+def heard(*pitches: int, seconds: float = 1.0) -> ParsedChat:
+    """One sound for each pitch in Hz: of a second, it is too much to be decoded where it is processed."""
+    items = []
+    for i, pitch in enumerate(pitches):
+        file = io.BytesIO()
+        soundfile.write(
+            file, np.sin(np.arange(16000 * seconds) * 2 * np.pi * pitch / 16000), 16000, format="wav"
+        )
+        data = base64.b64encode(file.getvalue())
+        param = f"messages[0].content[{i}]"
+        items.append(Item(param, Modality.AUDIO, "data", header="audio/wav;base64", data=data))
+    content = [{"type": "audio"} for _ in items]
     return ParsedChat(Chat([{"role": "user", "content": content}]), items)
 
 
@@ -76,29 +95,11 @@ class CountingLoader(MediaLoader):
         return self._counts
 
 
-class FullLoader(MediaLoader):
-    """Whatever it decodes is too large for a message."""
-
-    def __init__(self) -> None:
-        super().__init__(AppConfig().media)
-        self._asked: list[bool] = []
-
-    async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
-        self._asked.append(options.in_message)
-        media = await super().load(source, options, timeout_s)
-        if options.in_message:  # all of the work is done then
-            return replace(media, payload=Payload(2**20), service_ms=1e9)
-        return replace(media, service_ms=0.0)
-
-    async def asked(self) -> list[bool]:
-        return self._asked
-
-
 class ForgetfulPreprocessor(MMPreprocessor):
     """Stands for one whose input went with the process that owned it."""
 
     def __init__(self, times: int) -> None:
-        super().__init__(AppConfig().preprocess)
+        super().__init__(AppConfig().preprocess, AppConfig().media.decoder)
         self._times = times
 
     async def process(self, *args: object) -> MMFeatures:  # type: ignore[override]
@@ -106,6 +107,16 @@ class ForgetfulPreprocessor(MMPreprocessor):
             self._times -= 1
             raise OwnerDiedError("00" * 28, None, "")
         return await super().process(*args)  # type: ignore[arg-type]
+
+
+class DyingPreprocessor(MMPreprocessor):
+    """Stands for one that a file kills."""
+
+    def __init__(self) -> None:
+        super().__init__(AppConfig().preprocess, AppConfig().media.decoder)
+
+    async def read(self, *_: object) -> MMItem:  # type: ignore[override]
+        raise ActorDiedError
 
 
 async def prepare(graph: LocalGraph, chat: ParsedChat, max_media_bytes: int = 2**20, **replaced: object):
@@ -122,39 +133,49 @@ async def test_features_come_back_in_the_order_of_the_items(graph: LocalGraph) -
 
 async def test_a_request_has_so_many_items_in_flight_and_no_more(graph: LocalGraph) -> None:
     loader = local(CountingLoader)
-    await prepare(graph, parsed(*range(40)), media=loader)
+    await prepare(graph, heard(*range(400, 440)), 2**22, media=loader)
     counts = await loader.counts.remote()
     assert len(counts) == 40
     assert max(counts) == 32
 
 
 async def test_a_dead_loader_is_tried_once_more(graph: LocalGraph) -> None:
-    prepared = await prepare(graph, parsed(7), media=local(DyingLoader, 1))
-    assert prepared.items[0].media.info["width"] == 1
+    prepared = await prepare(graph, heard(700), media=local(DyingLoader, 1))
+    assert prepared.items[0].media.mime == "audio/wav"
 
 
 async def test_a_file_that_kills_two_loaders_is_the_clients_error(graph: LocalGraph) -> None:
     with pytest.raises(InvalidMedia, match="failed twice") as caught:
-        await prepare(graph, parsed(7), media=local(DyingLoader, 2))
+        await prepare(graph, heard(700), media=local(DyingLoader, 2))
     assert caught.value.param == "messages[0].content[0]"
 
 
-async def test_what_is_too_large_for_a_message_is_asked_for_by_reference(graph: LocalGraph) -> None:
-    loader = local(FullLoader)
-    prepared = await prepare(graph, parsed(7), media=loader)
-    assert prepared.items[0].features.num_tokens > 0
-    assert await loader.asked.remote() == [True, False]
-    assert prepared.items[0].timings["load"].service > 0
+async def test_an_image_or_a_little_sound_in_the_request_needs_no_loader(graph: LocalGraph) -> None:
+    for chat in (parsed(8), heard(730, seconds=0.5)):
+        (item,) = (await prepare(graph, chat, media=local(DyingLoader, 2))).items
+        assert item.features.num_tokens > 0
+        assert list(item.timings) == ["load", "preprocess"]
+        assert all(timing.service > 0 for timing in item.timings.values())
+
+
+async def test_an_image_that_kills_a_preprocessor_goes_to_the_loader(graph: LocalGraph) -> None:
+    """Where the next crash costs less: it starts in a moment, and has nothing to lose."""
+    stage = local(DyingPreprocessor)
+    (item,) = (await prepare(graph, parsed(9), preprocessor=stage)).items
+    assert item.media.info["width"] == 1
+    with pytest.raises(InvalidMedia, match="failed twice") as caught:
+        await prepare(graph, parsed(10), preprocessor=stage, media=local(DyingLoader, 1))
+    assert caught.value.param == "messages[0].content[0]"
 
 
 async def test_a_lost_array_is_loaded_again(graph: LocalGraph) -> None:
-    prepared = await prepare(graph, parsed(7), preprocessor=local(ForgetfulPreprocessor, 1))
+    prepared = await prepare(graph, heard(720), preprocessor=local(ForgetfulPreprocessor, 1))
     assert prepared.items[0].features.num_tokens > 0
 
 
 async def test_an_array_lost_twice_is_the_servers_error(graph: LocalGraph) -> None:
     with pytest.raises(StageUnavailable, match="lost an input") as caught:
-        await prepare(graph, parsed(7), preprocessor=local(ForgetfulPreprocessor, 2))
+        await prepare(graph, heard(720), preprocessor=local(ForgetfulPreprocessor, 2))
     assert isinstance(caught.value, ServingError)
     assert caught.value.param == "messages[0].content[0]"
 
@@ -166,6 +187,14 @@ async def test_the_media_of_a_request_are_bounded_together(graph: LocalGraph) ->
         await prepare(graph, three, 3 * each - 1)
     assert caught.value.param == "messages[0].content[2]"
     await prepare(graph, three, 3 * each)
+
+
+def test_a_sample_tells_data_apart_and_not_its_pieces() -> None:
+    data = [bytes([letter]) * 40_000 for letter in b"abc"]
+    whole = _sample(b"".join(data))
+    pieces = (data[0][:9], data[0][9:], *data[1:])
+    assert _sample(LongString((*data,))) == _sample(LongString(pieces)) == whole
+    assert len({whole, _sample(b"".join(data[1:] + data[:1])), _sample(b"".join(data) + b"=")}) == 3
 
 
 async def test_what_is_fetched_counts_as_it_comes(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tiny_families import FAMILIES
 from tiny_models import (
+    DECODER,
     MODELS,
     OMNI,
     audio,
@@ -25,21 +30,24 @@ from tiny_models import (
 
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout, UnsupportedMedia
 from deployments.item_processor import ItemProcessor
-from deployments.payload import unpack
+from deployments.media import MediaConfig, MediaLoader
+from deployments.multimodal import image as images
+from deployments.multimodal.decoding import DecodingCancelled
+from deployments.payload import pack_pieces, unpack
 from deployments.preprocess import MMPreprocessor, PreprocessConfig
-from deployments.types import Arrays, Media, MediaOptions, Modality
+from deployments.types import Arrays, Media, MediaOptions, MediaSource, Modality, Name, Payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 
 @pytest.fixture(scope="module")
 def stage() -> MMPreprocessor:
-    return MMPreprocessor(PreprocessConfig(threads=2))
+    return MMPreprocessor(PreprocessConfig(threads=2), DECODER)
 
 
 @pytest.fixture(scope="module")
 def vl_stage() -> MMPreprocessor:
-    return MMPreprocessor(PreprocessConfig(model=qwen_vl()))
+    return MMPreprocessor(PreprocessConfig(model=qwen_vl()), DECODER)
 
 
 async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor) -> None:
@@ -216,3 +224,115 @@ def test_an_extractor_that_cuts_nothing_takes_any_sound() -> None:
         ItemProcessor(processor(family.folder())).process([audio(1, seconds)]) for seconds in (30, 60)
     )
     assert long.num_tokens > 1.9 * short.num_tokens
+
+
+async def sent(picture: Image.Image, kind: str = "png") -> MediaSource:
+    file = io.BytesIO()
+    picture.save(file, kind)
+    payload = await pack_pieces([base64.b64encode(file.getvalue())])
+    return MediaSource(
+        Modality.IMAGE, "data", header=f"image/{kind};base64", payloads=[payload], param="there"
+    )
+
+
+def noise(size: tuple[int, int] = (64, 48)) -> Image.Image:
+    return Image.effect_noise(size, 80).convert("RGB")
+
+
+def fresh(**limits: int) -> MMPreprocessor:
+    return MMPreprocessor(PreprocessConfig(), MediaConfig(**limits).decoder)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+async def test_an_image_read_here_is_what_it_is_by_way_of_the_loader(kind: str) -> None:
+    picture, options = noise(), MediaOptions(background=(1, 2, 3))
+    done = await fresh().read(await sent(picture, kind), options, None, None, 30)
+    media = await MediaLoader(MediaConfig()).load(await sent(picture, kind), options, 30)
+    features = await fresh().process(media, None, 30)
+    assert replace(done.features, service_ms=0) == replace(features, service_ms=0)  # with all bits of it
+    assert replace(done.media, service_ms=0) == replace(media, payload=Payload(0), service_ms=0)
+    assert min(done.media.service_ms, done.features.service_ms) > 0
+
+
+async def test_an_image_read_before_is_known_by_content_and_by_name(stage: MMPreprocessor) -> None:
+    picture, name = noise(), Name("", Modality.IMAGE, "read")
+    first = await stage.read(await sent(picture), MediaOptions(), None, name, 30)
+    again = await stage.read(await sent(picture), MediaOptions(), None, None, 30)
+    assert (first.features.cached, again.features.cached) == (False, True)
+    assert (again.features.digest, again.media.digest) == (first.features.digest, first.media.digest)
+    assert again.features.service_ms == 0 < again.media.service_ms  # it was read again, to know it
+    assert (await stage.recall(name)).features.digest == first.features.digest
+    loaded = Media(Modality.IMAGE, first.media.digest, Payload(0), {}, 0, "")
+    assert (await stage.process(loaded, None, 30)).cached
+
+
+async def test_images_read_one_after_another_do_not_mix() -> None:
+    """They are decoded into the same memory."""
+    stage, sources = fresh(), [await sent(noise((64, side)), "jpeg") for side in (64, 48, 64)]
+    done = [await stage.read(source, MediaOptions(), None, None, 30) for source in sources]
+    for source, each in zip(sources, done, strict=True):
+        alone = await fresh().read(source, MediaOptions(), None, None, 30)
+        assert each.features.payload == alone.features.payload
+
+
+async def test_equal_images_at_once_are_decoded_once(
+    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal decoded
+        decoded += 1
+        return decode(*args)
+
+    decode = images.decode
+    monkeypatch.setattr(images, "decode", counting)
+    picture = noise()
+    sources = [await sent(picture) for _ in range(8)]
+    done = await asyncio.gather(*(stage.read(source, MediaOptions(), None, None, 30) for source in sources))
+    assert decoded == 1
+    assert len({each.features.digest for each in done}) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [({"max_image_pixels": 100}, "64x48 pixels"), ({"max_image_bytes": 100}, "limit of 100 bytes")],
+)
+async def test_an_image_read_here_has_the_loaders_limits(limits: dict[str, int], told: str) -> None:
+    with pytest.raises(MediaTooLarge, match=told) as caught:
+        await fresh(**limits).read(await sent(noise()), MediaOptions(), None, None, 30)
+    assert caught.value.param == "there"
+
+
+async def test_what_is_no_image_and_what_has_no_time(stage: MMPreprocessor) -> None:
+    payload = await pack_pieces([b"AAAA"])
+    with pytest.raises(UnsupportedMedia, match="no image in a format taken here"):
+        await stage.read(
+            MediaSource(Modality.IMAGE, "data", header="image/png;base64", payloads=[payload]),
+            MediaOptions(),
+            None,
+            None,
+            30,
+        )
+    with pytest.raises(StageTimeout, match="no time left"):
+        await stage.read(await sent(noise()), MediaOptions(), None, None, 0)
+
+
+async def test_cancelling_a_read_stops_the_decoder(
+    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, stopped = threading.Event(), threading.Event()
+
+    def held(data: bytes, limits: object, cancelled: threading.Event, canvas: object) -> None:
+        begun.set()
+        if cancelled.wait(10):
+            stopped.set()
+        raise DecodingCancelled
+
+    monkeypatch.setattr(images, "decode", held)
+    task = asyncio.create_task(stage.read(await sent(noise()), MediaOptions(), None, None, 30))
+    assert await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(stopped.wait, 10)

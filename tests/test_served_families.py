@@ -15,7 +15,7 @@ from tiny_models import chat, image, joint_call
 
 from app.config import AppConfig
 from deployments.preprocess import MMPreprocessor
-from deployments.types import MMBatch, MMFeatures
+from deployments.types import MMBatch, MMItem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +84,7 @@ class Forgetful(MMPreprocessor):
 
 async def test_items_that_go_together_are_loaded_again_where_one_is_lost() -> None:
     served = graph(checkpoint("LLaVA-OneVision"))
-    forgetful = local(Forgetful, served.config.preprocess)
+    forgetful = local(Forgetful, served.config.preprocess, served.config.media.decoder)
     async with await served.client(preprocessor=forgetful) as client:
         rendered = await client.post("/v1/chat/completions/render", json=body())
     assert rendered.status_code == 200
@@ -104,17 +104,18 @@ async def test_one_broken_item_of_those_that_go_together_is_named() -> None:
 class OneShort(MMPreprocessor):
     """Its items take a place less in the prompt than the model has embeddings for."""
 
-    async def process(self, *args: Any) -> MMFeatures:
-        features = await super().process(*args)
-        most = max(range(len(features.replacement)), key=lambda i: features.replacement[i][1])
-        token_id, count = features.replacement[most]
-        features.replacement[most] = (token_id, count - 1)
-        return features
+    async def read(self, *args: Any) -> MMItem:
+        done = await super().read(*args)
+        replacement = done.features.replacement
+        most = max(range(len(replacement)), key=lambda i: replacement[i][1])
+        token_id, count = replacement[most]
+        replacement[most] = (token_id, count - 1)
+        return done
 
 
 async def test_a_wrong_number_of_placeholders_is_an_error_of_that_request_alone() -> None:
     served = graph(checkpoint("Idefics3"))
-    short = local(OneShort, served.config.preprocess)
+    short = local(OneShort, served.config.preprocess, served.config.media.decoder)
     async with await served.client(preprocessor=short) as client:
         broken = await client.post("/v1/chat/completions", json=body())
         text = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}

@@ -134,10 +134,15 @@ def picture(name: str = "photo.png") -> dict[str, Any]:
     return media("image", f"data:image/png;base64,{data}")
 
 
+def sound() -> dict[str, Any]:
+    data = base64.b64encode((SAMPLES / "sound.wav").read_bytes()).decode()
+    return media("audio", f"data:audio/wav;base64,{data}")
+
+
 @cluster
 def test_one_request_is_one_trace_through_all_processes(traced: Server, collecting: Collector) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-    request = chat(picture(), audio_embeds(4), "what do you see and hear?")
+    request = chat(picture(), sound(), audio_embeds(4), "what do you see and hear?")
     answer = traced.post(COMPLETIONS, request, parent_of(trace) | {"x-request-id": "traced-1"})
     assert answer.status == 200, answer.body
     spans = collecting.whole(trace)
@@ -154,13 +159,14 @@ def test_one_request_is_one_trace_through_all_processes(traced: Server, collecti
         (root.name, "call Tokenizer"): 1,
         ("call Tokenizer", "Tokenizer"): 1,
         ("Tokenizer", "tokenize"): 1,
-        (root.name, "item"): 2,
+        (root.name, "item"): 3,
         ("item", "call MediaLoader"): 1,
         ("call MediaLoader", "MediaLoader"): 1,
         ("MediaLoader", "decode"): 1,
-        ("item", "call MMPreprocessor"): 1,
-        ("call MMPreprocessor", "MMPreprocessor"): 1,
-        ("MMPreprocessor", "preprocess"): 1,
+        ("item", "call MMPreprocessor"): 2,
+        ("call MMPreprocessor", "MMPreprocessor"): 2,
+        ("MMPreprocessor", "decode"): 1,  # the picture
+        ("MMPreprocessor", "preprocess"): 2,
         ("item", "call EmbeddingLoader"): 1,
         ("call EmbeddingLoader", "EmbeddingLoader"): 1,
         ("EmbeddingLoader", "embed"): 1,
@@ -221,8 +227,8 @@ def test_an_error_is_marked_where_it_happened(traced: Server, collecting: Collec
         way.append(by_id[way[-1].parent])
     assert [span.name for span in way] == [
         "decode",
-        "MediaLoader",
-        "call MediaLoader",
+        "MMPreprocessor",
+        "call MMPreprocessor",
         "item",
         f"POST {COMPLETIONS}",
     ]

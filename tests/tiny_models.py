@@ -24,12 +24,14 @@ from deployments.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.engine.base import EngineItem
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
+from deployments.media import MediaConfig
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.settings import ProcessorSettings
 from deployments.payload import pack_pieces
 from deployments.types import Arrays, Chat, Media, Modality, Payload
 
 OMNI = "tiny-omni"
+DECODER = MediaConfig().decoder
 
 Item = tuple[Media, Arrays]
 
@@ -365,7 +367,7 @@ def encoded_by_omni(sample: str) -> Encoded:
 
     from deployments.checkpoint import load_model
     from deployments.engine.inputs import encode
-    from deployments.media import MediaConfig, MediaLoader
+    from deployments.media import MediaLoader
 
     data = (Path(__file__).parent.parent / "docs" / "samples" / sample).read_bytes()
     kind = {"png": "image", "wav": "audio", "mp4": "video"}[sample[-3:]]

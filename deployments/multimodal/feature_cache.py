@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
-from deployments.types import Media, MMFeatures, Name
+from deployments.types import Media, MMItem, Name
 
 MAX_NAMES = 100_000  # the name that was used longest ago goes first
 _OVERHEAD = 4096  # bytes of an entry beside its arrays: records, run lengths, keys
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    media: Media  # without its arrays
-    features: MMFeatures
-
-    @property
-    def num_bytes(self) -> int:
-        return self.features.payload.nbytes + _OVERHEAD
 
 
 class FeatureCache:
@@ -26,14 +15,14 @@ class FeatureCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, MMItem] = OrderedDict()
         self._names: OrderedDict[Name, Media] = OrderedDict()
         self.hits = 0
         self.misses = 0
         self.evictions = 0
         self.bytes = 0
 
-    def find(self, digest: str) -> Kept | None:
+    def find(self, digest: str) -> MMItem | None:
         kept = self._kept.get(digest)
         if kept:
             self._kept.move_to_end(digest)
@@ -41,13 +30,13 @@ class FeatureCache:
         self.misses += kept is None
         return kept
 
-    def store(self, kept: Kept) -> None:
+    def store(self, kept: MMItem) -> None:
         """Keeps it unless it is more than a quarter of all."""
         self._drop(kept.features.digest)
-        if kept.num_bytes * 4 > self._max_bytes:
+        if _num_bytes(kept) * 4 > self._max_bytes:
             return
         self._kept[kept.features.digest] = kept
-        self.bytes += kept.num_bytes
+        self.bytes += _num_bytes(kept)
         while self.bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
             self.evictions += 1
@@ -70,4 +59,8 @@ class FeatureCache:
 
     def _drop(self, digest: str) -> None:
         if kept := self._kept.pop(digest, None):
-            self.bytes -= kept.num_bytes
+            self.bytes -= _num_bytes(kept)
+
+
+def _num_bytes(kept: MMItem) -> int:
+    return kept.features.payload.nbytes + _OVERHEAD
