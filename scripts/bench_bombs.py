@@ -7,7 +7,7 @@ resident memory during `MediaLoader.load` over that right before it. All must st
 bombs, which must be refused with a 4xx, and those marked "fits", which are as large as the limit allows and
 must be taken. Copies for transport between processes
 are left out, and so are files that decode to no more than what was sent: `max_image_bytes` and its like
-bound those. Not bounded so far: Matroska tags without content, of which FFmpeg holds 50 times their bytes.
+bound those.
 Linux only.
 """
 
@@ -402,6 +402,14 @@ def promising_fragment(count: int) -> bytes:
     return bytes(data)
 
 
+def mkv_tags(count: int) -> bytes:
+    """Of three bytes each, before a track that is none."""
+    tags = count * b"\x73\x73\x80"
+    sized = b"\x12\x54\xc3\x67" + (1 << 56 | len(tags)).to_bytes(8, "big") + tags
+    segment = b"\x18\x53\x80\x67" + (1 << 56 | len(sized)).to_bytes(8, "big") + sized
+    return b"\x1a\x45\xdf\xa3\x8b\x42\x82\x88matroska" + segment
+
+
 def h264(width: int, height: int, count: int, kind: str = "mp4") -> bytes:
     return encoded("libx264", kind, [(width, height)] * count, {"preset": "ultrafast"})
 
@@ -513,6 +521,7 @@ BOMBS = {
     ),
     "heic-fits": Bomb(_IMAGE, lambda: heic(444), fits=True),
     "ico-fits": Bomb(_IMAGE, lambda: ico(saved(square("RGBA", 9), "png")), fits=True),
+    "mkv-tags": Bomb(_AUDIO, lambda: mkv_tags(8 * MIB)),
     "flac-1h-stereo": Bomb(_AUDIO, lambda: silence(3600, 48000, 2, "FLAC", "PCM_16")),
     "flac-8-channels": Bomb(_AUDIO, lambda: silence(120, 96000, 8, "FLAC", "PCM_16")),
     "opus-30min": Bomb(_AUDIO, lambda: silence(1800, 48000, 1, "OGG", "OPUS")),

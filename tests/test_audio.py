@@ -351,5 +351,5 @@ def test_a_packet_as_large_as_the_file_is_counted_before_it_is_converted(
     monkeypatch.setattr(audio, "_BLOCK_SAMPLES", 100)
     assert np.array_equal(decode(data, 8000, LIMITS).arrays["samples"], whole)
     monkeypatch.setattr(audio, "_blocks", None)
-    with pytest.raises(MediaTooLarge, match="more than the limit of 100 bytes"):
-        decode(data, 8000, AudioLimits(max_decoded_bytes=100))
+    with pytest.raises(MediaTooLarge, match="more than the limit of 30000 bytes"):
+        decode(data, 8000, AudioLimits(max_decoded_bytes=30_000))

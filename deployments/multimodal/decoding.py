@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import av
 
 from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
+from deployments.multimodal.mkv_elements import ELEMENT_BYTES, described_elements
 from deployments.multimodal.mp4_index import ENTRY_BYTES, promised_samples
 from deployments.types import Arrays, Modality
 
@@ -132,7 +133,8 @@ def open_container(
     does for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for
     what FFmpeg stumbles over later.
     """
-    if promised_samples(data) * ENTRY_BYTES > max_decoded_bytes:
+    index_bytes = promised_samples(data) * ENTRY_BYTES + described_elements(data) * ELEMENT_BYTES
+    if index_bytes > max_decoded_bytes:
         raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")
     try:
         container = _open(data, _NO_PICTURES)
