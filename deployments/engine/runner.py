@@ -327,7 +327,7 @@ class _Group:
         keys, values = read[:, : self._places].transpose(1, 3).unbind(2)
         tokens = query.transpose(0, 1)
         if self._padded is None:
-            rows = tokens[self._tokens].unflatten(0, self._shape)
+            rows = tokens[self._tokens].view(*self._shape, *tokens.shape[1:])
         else:
             rows = tokens[self._padded]
         seen, _ = sdpa_attention_forward(module, rows.transpose(1, 2), keys, values, self._mask, **settings)
