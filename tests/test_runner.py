@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deployments.engine.blocks import BLOCK
-from deployments.engine.runner import _Rows
+from deployments.engine.runner import _PagedCache, _Rows
 from deployments.engine.scheduler import Chunk
 
 BLOCKS = 6
@@ -72,3 +72,13 @@ def test_what_is_no_number_is_gone_when_the_rows_are_cleared(blocks: torch.Tenso
     rows.aim([chunk(2, 3, 2)])
     rows.aim([chunk(2, 20, 2, 3)])
     assert rows.update(0, torch.ones(1, 2, 1, 4)).isfinite().all()
+
+
+def test_chunks_of_about_one_length_are_one_group_and_single_tokens_the_first() -> None:
+    text = SimpleNamespace(num_hidden_layers=1, num_attention_heads=1, hidden_size=4)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: text), device=torch.device("cpu"), dtype=torch.float32
+    )
+    chunks = [Chunk(chunk(n, 0).sequence, 8, 8 + n) for n in (30, 1, 2, 16, 1, 3, 31)]
+    groups = _PagedCache(model, BLOCKS).grouped(chunks)
+    assert [[each.num_tokens for each in group] for group in groups] == [[1, 1], [2, 3], [16, 30, 31]]

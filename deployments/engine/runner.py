@@ -2,7 +2,8 @@
 
 The seam is what a family's own `forward` hands to its language model: embeddings. So an item is encoded by
 running that `forward` on the item alone with the language model left out, and a step runs the language model
-alone. Positions are those that the family's own `generate` would count.
+alone. Positions are those that the family's own `generate` would count. Attention is ours in a step, by a
+name that the language model's config has for so long.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ BATCHED = frozenset(
     }
 )
 
+# What a checkpoint may ask of `generate` and the sampler does not do.
+_ONLY_IN_GENERATE = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "no_repeat_ngram_size",
+    "sequence_bias",
+    "suppress_tokens",
+)
+
 _ATTENTION = "headrace"  # by this name transformers calls `_attention`
 _ROWS_BYTES = 64 * 2**20  # for what answers read in each step
 _GATHERED = 2**17  # tokens of the cache that one call of attention may copy
@@ -67,6 +80,9 @@ def why_not(model: Any) -> str | None:
         return "its language model has layers without full attention"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"its attention is {config._attn_implementation}"
+    for name in _ONLY_IN_GENERATE:
+        if getattr(model.generation_config, name, None):
+            return f"its generation config has {name}"
     if not _agrees(model):
         return "its language model by itself does not answer as the whole"
     return None
@@ -292,27 +308,27 @@ class _Group:
     def __init__(self, cache: _PagedCache, chunks: Sequence[Chunk], first: int) -> None:
         """`first`: index of the first chunk's first token in the batch."""
         self._cache = cache
-        counts = np.array([chunk.num_tokens for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        length, longest = int(counts.max()), int((starts + counts).max())
-        self._tokens = slice(first, first + int(counts.sum()))
-        self._shape = (len(chunks), length)
         device = cache.device
-        steps = np.minimum(np.arange(length), counts[:, None] - 1)  # of each row; padding repeats its last
-        self._padded = self._kept = None
-        if counts.min() < length:
-            self._padded = _on(device, first + np.cumsum(counts)[:, None] - counts[:, None] + steps)
-            self._kept = _on(device, np.flatnonzero(np.arange(length) < counts[:, None]))
-        # Whether a token [rows, 1, tokens] must not see a place [places] of its sequence.
-        hidden = np.arange(longest) > (starts[:, None] + steps)[:, None, :, None]
-        self._mask = None
-        if hidden.any():
-            longest = -(-longest // BLOCK) * BLOCK
-            hidden = np.arange(longest) > (starts[:, None] + steps)[:, None, :, None]
+        counts = [chunk.num_tokens for chunk in chunks]
+        self._tokens = slice(first, first + sum(counts))
+        length = max(counts)
+        self._shape = (len(chunks), length)
+        self._places = max(chunk.end for chunk in chunks)
+        self._padded = self._kept = self._mask = None
+        if min(counts) < length:
+            index = np.minimum(np.arange(length), np.array(counts)[:, None] - 1)  # padding repeats the last
+            starts = first + np.cumsum([0, *counts[:-1]])
+            self._padded = _on(device, starts[:, None] + index)
+            self._kept = _on(device, np.flatnonzero(np.arange(length) < np.array(counts)[:, None]))
+        if length > 1 or min(chunk.end for chunk in chunks) < self._places:
+            self._places = -(-self._places // BLOCK) * BLOCK
+            steps = np.array([chunk.start for chunk in chunks])[:, None] + np.arange(length)
+            # Whether a token [rows, 1, tokens] must not see a place [places] of its sequence.
+            hidden = np.arange(self._places) > steps[:, None, :, None]
             # Added to the scores: each layer would have to convert a mask of bools.
             self._mask = _on(device, hidden).to(cache.dtype) * torch.finfo(cache.dtype).min
-        self._places = longest
-        self._table = None if first == 0 and length == 1 and cache.rows.aim(chunks) else cache.table(chunks)
+        in_rows = first == 0 and length == 1 and cache.rows.aim(chunks)
+        self._table = None if in_rows else cache.table(chunks)
 
     def attend(
         self, module: Any, query: torch.Tensor, states: torch.Tensor, settings: dict[str, Any]
@@ -403,7 +419,8 @@ class _Rows:
         self.clear()
 
     def clear(self) -> None:
-        self._layers: list[torch.Tensor] = []  # [rows, blocks, BLOCK, 2, heads, size]
+        self._layers: list[torch.Tensor] = []  # [rows, places, 2, heads, size]
+        self._places: list[torch.Tensor] = []  # the same, of all rows
         self._room = (0, 0)  # rows, blocks
         self._held: list[tuple[int, int]] = []  # of each row, the number of its sequence, and tokens
 
@@ -424,7 +441,9 @@ class _Rows:
             self.clear()
             self._room = room
             # Zeros, as even masked places must be numbers.
-            self._layers = [each.new_zeros(*room, *each.shape[1:]) for each in self._blocks]
+            shape = (room[0], room[1] * BLOCK, *self._blocks[0].shape[2:])
+            self._layers = [each.new_zeros(shape) for each in self._blocks]
+            self._places = [layer.flatten(0, 1) for layer in self._layers]
         for row, chunk in enumerate(chunks):
             if (chunk.sequence.number, chunk.start) not in self._held[row : row + 1]:
                 self._copy(chunk, row)
@@ -437,13 +456,13 @@ class _Rows:
         blocks = np.array(chunk.sequence.blocks[: -(-chunk.end // BLOCK)])
         source = _on(self._blocks[0].device, blocks)
         for layer, each in zip(self._layers, self._blocks, strict=True):
-            torch.index_select(each, 0, source, out=layer[row, : len(source)])
+            places = layer[row, : len(source) * BLOCK]
+            torch.index_select(each, 0, source, out=places.view(len(source), *each.shape[1:]))
 
     def update(self, layer_idx: int, states: torch.Tensor) -> torch.Tensor:
         """`states`: [rows, 2, heads, size]; comes back as [rows, places, 2, heads, size] with all before."""
-        layer = self._layers[layer_idx].flatten(1, 2)
-        layer.flatten(0, 1).index_copy_(0, self._new, states)
-        return layer[: len(states)]
+        self._places[layer_idx].index_copy_(0, self._new, states)
+        return self._layers[layer_idx][: len(states)]
 
 
 def kv_shape(model: Any) -> tuple[int, int]:
