@@ -273,7 +273,7 @@ def _attention(
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """States of all tokens, [1, heads, tokens, size], as transformers hands them to what it has by a name."""
-    return attention(module, query[0], key[0], value[0], settings), None
+    return attention(module, query, key, value, settings), None
 
 
 AttentionInterface.register(_ATTENTION, _attention)
@@ -295,11 +295,17 @@ class _Attention:
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Any
     ) -> torch.Tensor:
-        """[1, tokens, heads, size], of [heads, tokens, size]."""
-        states = torch.stack((key.transpose(0, 1), value.transpose(0, 1)), dim=1)
+        """[1, tokens, heads, size], of [1, heads, tokens, size]."""
+        tokens = query[0].transpose(0, 1)
+        states = torch.stack((key, value))[:, 0].permute(2, 0, 1, 3)
         self._cache.write(module.layer_idx, self._written, states)
-        seen = [group.attend(module, query, states, settings) for group in self._groups]
-        return (seen[0] if len(seen) == 1 else torch.cat(seen))[None]
+        if len(self._groups) == 1:
+            return self._groups[0].attend(module, tokens, states, settings)[None]
+        seen = [
+            group.attend(module, tokens[group.tokens], states[group.tokens], settings)
+            for group in self._groups
+        ]
+        return torch.cat(seen)[None]
 
 
 class _Group:
@@ -310,14 +316,14 @@ class _Group:
         self._cache = cache
         device = cache.device
         counts = [chunk.num_tokens for chunk in chunks]
-        self._tokens = slice(first, first + sum(counts))
+        self.tokens = slice(first, first + sum(counts))  # of the batch
         length = max(counts)
         self._shape = (len(chunks), length)
         self._places = max(chunk.end for chunk in chunks)
         self._padded = self._kept = self._mask = None
         if min(counts) < length:
             index = np.minimum(np.arange(length), np.array(counts)[:, None] - 1)  # padding repeats the last
-            starts = first + np.cumsum([0, *counts[:-1]])
+            starts = np.cumsum([0, *counts[:-1]])
             self._padded = _on(device, starts[:, None] + index)
             self._kept = _on(device, np.flatnonzero(np.arange(length) < np.array(counts)[:, None]))
         if length > 1 or min(chunk.end for chunk in chunks) < self._places:
@@ -331,21 +337,15 @@ class _Group:
         self._table = None if in_rows else cache.table(chunks)
 
     def attend(
-        self, module: Any, query: torch.Tensor, states: torch.Tensor, settings: dict[str, Any]
+        self, module: Any, tokens: torch.Tensor, states: torch.Tensor, settings: dict[str, Any]
     ) -> torch.Tensor:
-        """[tokens, heads, size] of the group; `query`: [heads, all tokens, size], `states`: their keys and
-        values, [all tokens, 2, heads, size].
-        """
+        """[tokens, heads, size], as `tokens`, the queries, are; `states`: [tokens, 2, heads, size]."""
         if self._table is None:
-            read = self._cache.rows.update(module.layer_idx, states[self._tokens])
+            read = self._cache.rows.update(module.layer_idx, states)
         else:
             read = self._cache.read(module.layer_idx, self._table)
         keys, values = read[:, : self._places].transpose(1, 3).unbind(2)
-        tokens = query.transpose(0, 1)
-        if self._padded is None:
-            rows = tokens[self._tokens].view(*self._shape, *tokens.shape[1:])
-        else:
-            rows = tokens[self._padded]
+        rows = tokens.view(*self._shape, *tokens.shape[1:]) if self._padded is None else tokens[self._padded]
         seen, _ = sdpa_attention_forward(module, rows.transpose(1, 2), keys, values, self._mask, **settings)
         flat: torch.Tensor = seen.flatten(0, 1)
         return flat if self._kept is None else flat[self._kept]
