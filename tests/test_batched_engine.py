@@ -583,6 +583,12 @@ def test_what_is_not_served_in_batches() -> None:
     assert "has not been tried" in (why_not(_tiny(transformers.Qwen3VLForConditionalGeneration, deep)) or "")
 
 
+def test_a_checkpoint_that_asks_for_what_only_generate_does_is_served_by_it() -> None:
+    model = copy.deepcopy(family("text").model)
+    model.generation_config.no_repeat_ngram_size = 3
+    assert why_not(model) == "its generation config has no_repeat_ngram_size"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_served_in_batches(name: str) -> None:
     assert why_not(named(name).model) is None

@@ -8,7 +8,7 @@ import pytest
 from deployments.engine.base import EngineItem
 from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
 from deployments.engine.sampler import SamplerState
-from deployments.engine.scheduler import LEAST_READ, READING, MediaSpan, Scheduler, Sequence
+from deployments.engine.scheduler import LEAST_READ, READING, REFRESHED, MediaSpan, Scheduler, Sequence
 from deployments.engine.threaded import Request
 from deployments.types import MMFeatures, Modality, Payload, Prompt, SamplingParams
 
@@ -76,14 +76,28 @@ async def test_beside_answers_prompts_take_a_share_of_the_time() -> None:
         step(chosen)
     chosen.waiting.append(await sequence(2000, 2000))
     assert step(chosen)[1] == (2000, 0, LEAST_READ)  # no time is known yet
-    chosen.pace.took(generating_s=0.010, reading_s=0.010, num_read=100)
-    assert step(chosen)[1] == (2000, LEAST_READ, LEAST_READ + 100 * READING)
-    chosen.pace.took(generating_s=0.010, reading_s=1.0, num_read=100)
-    chosen.pace.took(generating_s=0.012, reading_s=0.0, num_read=0)
-    start = LEAST_READ + 100 * READING
+    chosen.pace.took(seconds=0.010, num_read=0)
+    chosen.pace.took(seconds=0.020, num_read=80)
+    start = LEAST_READ
+    assert step(chosen)[1] == (2000, start, start + 80 * READING)
+    chosen.pace.took(seconds=1.0, num_read=160)
+    start += 80 * READING
     assert step(chosen)[1] == (2000, start, start + LEAST_READ)
-    chosen.pace.took(generating_s=0.010, reading_s=0.010, num_read=5000)
+    chosen.pace.took(seconds=0.030, num_read=5000)
     assert step(chosen)[1] == (2000, start + LEAST_READ, start + LEAST_READ + 512)
+
+
+async def test_beside_answers_reading_pauses_now_and_then_for_the_time_of_the_answers_alone() -> None:
+    chosen = scheduler(blocks=400, step_tokens=512)
+    chosen.waiting.append(await sequence(8, 1000))
+    step(chosen)
+    chosen.waiting.append(await sequence(5000, 2000))
+    for _ in range(REFRESHED):
+        assert len(step(chosen)) == 2
+        chosen.pace.took(seconds=0.010, num_read=LEAST_READ)
+    assert [start for start, *_ in step(chosen)] == [1000]
+    chosen.pace.took(seconds=0.005, num_read=0)
+    assert len(step(chosen)) == 2
 
 
 async def test_an_item_beyond_the_budget_waits_for_the_next_step_and_text_passes_it() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ from deployments.types import Delta, ModelSpec
 
 logger = logging.getLogger("ray.serve")
 
-_GATHERED = 2**17  # tokens of the cache that one forward may copy for its attention
 _GPU_SHARE = 0.8  # of the memory that the weights leave, for the cache
 _CPU_BYTES = 256 * 2**20  # for the cache, or as much as one context needs
 
@@ -99,20 +97,13 @@ class BatchedEngine(ThreadedEngine):
         chunks = self._scheduler.schedule()
         self._start(chunks)
         self._encode(chunks)
-        generating_s, reading_s, num_read = 0.0, 0.0, 0
-        for batch in map(self._runner.arranged, _batches(chunks)):
-            start = time.perf_counter()
-            for done, logits in self._forward(batch):
-                self._commit(done)
-                self._sample(done, logits)
-            self._runner.wait()
-            seconds = time.perf_counter() - start
-            if batch[0].num_tokens == 1:
-                generating_s += seconds
-            else:
-                reading_s += seconds
-                num_read += sum(chunk.num_tokens for chunk in batch)
-        self._scheduler.pace.took(generating_s, reading_s, num_read)
+        num_read = sum(chunk.num_tokens for chunk in chunks if not chunk.sequence.is_answering)
+        start = time.perf_counter()
+        for done, logits in self._forward(chunks):
+            self._commit(done)
+            self._sample(done, logits)
+        self._runner.wait()
+        self._scheduler.pace.took(time.perf_counter() - start, num_read)
         self._stats.steps += 1
 
     def _join(self, request: Request) -> None:
@@ -260,20 +251,6 @@ def _first(sequence: Sequence) -> dict[str, Any]:
         "queue_ms": (sequence.started - sequence.request.submitted) * 1000,
         "prefill_ms": (time.perf_counter() - sequence.started) * 1000,
     }
-
-
-def _batches(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks of about one length, so that little of a batch is padding."""
-    batch: list[Chunk] = []
-    longest = 0
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.end)):
-        longest = max(longest, chunk.end)
-        if batch and (chunk.num_tokens > 2 * batch[0].num_tokens or (len(batch) + 1) * longest > _GATHERED):
-            yield batch
-            batch, longest = [], chunk.end
-        batch.append(chunk)
-    if batch:
-        yield batch
 
 
 def _num_blocks(model: Any, limits: Limits, context: int) -> int:

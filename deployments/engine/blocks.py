@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 BLOCK = 16  # tokens
 
-# The first two are nobody's: positions that only fill up a batch are written to one, and read from the other.
-SINK, BLANK, RESERVED = 0, 1, 2
+BLANK, RESERVED = 0, 1  # the first is nobody's: what only fills up a batch is read from it
 
 
 class BlockPool:

@@ -2,7 +2,8 @@
 
 The seam is what a family's own `forward` hands to its language model: embeddings. So an item is encoded by
 running that `forward` on the item alone with the language model left out, and a step runs the language model
-alone. Positions are those that the family's own `generate` would count.
+alone. Positions are those that the family's own `generate` would count. Attention is ours in a step, by a
+name that the language model's config has for so long.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import Cache
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineItem
-from deployments.engine.blocks import BLANK, BLOCK, RESERVED, SINK
+from deployments.engine.blocks import BLANK, BLOCK, RESERVED
 from deployments.engine.inputs import FOR_POSITIONS, for_positions, given, is_embedded, places_of
 from deployments.engine.scheduler import Chunk, MediaSpan
 from deployments.errors import ServingError
@@ -49,7 +51,21 @@ BATCHED = frozenset(
     }
 )
 
+# What a checkpoint may ask of `generate` and the sampler does not do.
+_ONLY_IN_GENERATE = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "no_repeat_ngram_size",
+    "sequence_bias",
+    "suppress_tokens",
+)
+
+_ATTENTION = "headrace"  # by this name transformers calls `_attention`
 _ROWS_BYTES = 64 * 2**20  # for what answers read in each step
+_GATHERED = 2**17  # tokens of the cache that one call of attention may copy
 
 
 def why_not(model: Any) -> str | None:
@@ -64,6 +80,9 @@ def why_not(model: Any) -> str | None:
         return "its language model has layers without full attention"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"its attention is {config._attn_implementation}"
+    for name in _ONLY_IN_GENERATE:
+        if getattr(model.generation_config, name, None):
+            return f"its generation config has {name}"
     if not _agrees(model):
         return "its language model by itself does not answer as the whole"
     return None
@@ -82,7 +101,7 @@ def _agrees(model: Any) -> bool:
         num_prompt=24,
         positions=positions,
         delta=delta,
-        blocks=[2, 3],
+        blocks=[RESERVED, RESERVED + 1],
         spans=[],
     )
     ours = [runner.forward([Chunk(text, *piece)])[0] for piece in ((0, 10), (10, 23), (23, 24))]
@@ -101,6 +120,8 @@ class Runner:
         self._generate_accepts = frozenset(inspect.signature(model.forward).parameters)
         self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
         self._cache = _PagedCache(model, num_blocks)
+        if model.device.type == "cpu" and model.dtype == torch.float32:
+            _lay_by_columns(self._embed.weight, self._decoder, self._head)
 
     def read(
         self, prompt: Prompt, items: Sequence[EngineItem]
@@ -146,37 +167,34 @@ class Runner:
         embeds[places] = given(item).to(embeds)
         return embeds
 
-    def arranged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """In the order that is cheapest for `forward`."""
-        return self._cache.rows.arranged(chunks)
-
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Logits after the last token of each chunk, [len(chunks), vocabulary]; the cache is written."""
-        batch, device = _Batch(chunks), self._model.device
-        embeds = self._embeddings(chunks, _on(device, batch.ids))
-        self._cache.aim(chunks, _on(device, batch.written), _on(device, batch.table))
-        # Added to the scores: each layer would have to convert a mask of bools.
-        mask = _on(device, batch.hidden).to(embeds.dtype) * torch.finfo(embeds.dtype).min
+        """Logits after the last token of each chunk, [len(chunks), vocabulary]; the cache is written.
+
+        All tokens go through the layers as one row, [1, tokens, hidden]; only attention tells them apart.
+        """
+        device = self._model.device
+        groups = self._cache.grouped(chunks)
+        batch = _Batch([chunk for group in groups for chunk in group])
         positions = _on(device, batch.positions)
-        states = self._decoder(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions if len(positions) > 1 else positions[0],
-            cache=self._cache,
-            use_cache=True,
-        )[0]
-        last = [chunk.num_tokens - 1 for chunk in chunks]
-        logits: torch.Tensor = self._head(states[range(len(chunks)), last] if any(last) else states[:, 0])
+        with self._paged_attention():
+            states = self._decoder(
+                inputs_embeds=self._embeddings(batch, _on(device, batch.ids)),
+                position_ids=positions if len(positions) > 1 else positions[0],
+                use_cache=False,
+                attention=_Attention(self._cache, groups, _on(device, batch.written)),
+            )[0]
+        last = {id(chunk): end - 1 for chunk, end in zip(batch.chunks, batch.ends, strict=True)}
+        logits: torch.Tensor = self._head(states[0, [last[id(chunk)] for chunk in chunks]])
         return logits
 
-    def _embeddings(self, chunks: Sequence[Chunk], ids: torch.Tensor) -> torch.Tensor:
+    def _embeddings(self, batch: _Batch, ids: torch.Tensor) -> torch.Tensor:
         embeds: torch.Tensor = self._embed(ids)
-        for row, chunk in enumerate(chunks):
+        for chunk, after in zip(batch.chunks, batch.ends, strict=True):
             for span in chunk.spans:
                 assert span.embeds is not None
                 begin, end = max(span.offset, chunk.start), min(span.end, chunk.end)
                 part = span.embeds[begin - span.offset : end - span.offset]
-                embeds[row, begin - chunk.start : end - chunk.start] = part
+                embeds[0, after - chunk.end + begin : after - chunk.end + end] = part
         return embeds
 
     def wait(self) -> None:
@@ -184,9 +202,18 @@ class Runner:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
-    def clear(self, blocks: Sequence[int]) -> None:
+    def clear(self, blocks: list[int]) -> None:
         """Zeros where there may be no numbers: even masked, they would spread."""
-        self._cache.clear([SINK, *blocks])
+        self._cache.clear(blocks)
+
+    @contextmanager
+    def _paged_attention(self) -> Iterator[None]:
+        config = self._decoder.config
+        usual, config._attn_implementation = config._attn_implementation, _ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
 
     @contextmanager
     def _without_decoder(self) -> Iterator[None]:
@@ -200,80 +227,185 @@ class Runner:
             del self._decoder.forward
 
 
+def _lay_by_columns(tied: torch.Tensor, *modules: torch.nn.Module) -> None:
+    """The weights of linear layers: few rows at a time are multiplied up to twice as fast by such."""
+    for module in (each for top in modules for each in top.modules()):
+        if isinstance(module, torch.nn.Linear) and module.weight is not tied:
+            module.weight.data = module.weight.data.T.contiguous().T
+
+
 class _Batch:
-    """Chunks as the arrays of one forward, one row each, padded at the end."""
+    """Chunks as the arrays of one forward, one after the other."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
-        rows, length = len(chunks), max(chunk.num_tokens for chunk in chunks)
-        num_blocks = -(-max(chunk.end for chunk in chunks) // BLOCK)
-        self.ids = np.zeros((rows, length), np.int64)
-        self.positions = np.zeros((len(chunks[0].sequence.positions), rows, length), np.int64)
-        self.written = np.full((rows, length), SINK * BLOCK, np.int64)  # places of the tokens in the cache
-        self.table = np.full((rows, num_blocks), BLANK, np.int64)  # blocks that hold the row's sequence
-        index = np.zeros((rows, length), np.int64)  # of each token in its sequence
-        for row, chunk in enumerate(chunks):
-            sequence, start, end, n = chunk.sequence, chunk.start, chunk.end, chunk.num_tokens
-            index[row, :n] = steps = np.arange(start, end)
-            self.ids[row, :n] = sequence.token_ids[start:end]
+        self.chunks = chunks
+        self.ends: list[int] = []  # of each chunk, in the batch
+        ids: list[int] = []
+        written: list[int] = []  # places of the tokens in the cache
+        positions: list[int] = []  # as in an answer
+        for chunk in chunks:
+            sequence = chunk.sequence
+            steps = range(chunk.start, chunk.end)
+            ids += sequence.token_ids[chunk.start : chunk.end]
+            written += [sequence.blocks[step // BLOCK] * BLOCK + step % BLOCK for step in steps]
+            positions += [step + sequence.delta for step in steps]
+            self.ends.append(len(ids))
+        self.ids = np.array([ids])
+        self.written = np.array(written)
+        self.positions = np.tile(np.array(positions), (len(chunks[0].sequence.positions), 1, 1))
+        for chunk, end in zip(chunks, self.ends, strict=True):
+            start = end - chunk.num_tokens
             for span in chunk.spans:  # their ids need not be in the vocabulary
-                self.ids[row, max(span.offset - start, 0) : span.end - start] = 0
-            self.positions[:, row, :n] = steps + sequence.delta
-            if start < sequence.num_prompt:
-                known = sequence.positions[:, start:end]
-                self.positions[:, row, : known.shape[1]] = known
-            blocks = sequence.blocks[: -(-end // BLOCK)]
-            self.table[row, : len(blocks)] = blocks
-            self.written[row, :n] = self.table[row, steps // BLOCK] * BLOCK + steps % BLOCK
-        # Whether a token [rows, 1, tokens] must not see a place [places] of its sequence.
-        self.hidden = np.arange(num_blocks * BLOCK) > index[:, None, :, None]
+                first = max(span.offset - chunk.start, 0)
+                self.ids[0, start + first : min(start + span.end - chunk.start, end)] = 0
+            if chunk.start < chunk.sequence.num_prompt:
+                known = chunk.sequence.positions[:, chunk.start : chunk.end]
+                self.positions[:, 0, start : start + known.shape[1]] = known
 
 
-class _PagedCache(Cache):  # type: ignore[misc]
-    """Blocks of keys and values for all sequences; `aim` says which tokens the next forward is about."""
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    attention: _Attention,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """States of all tokens, [1, heads, tokens, size], as transformers hands them to what it has by a name."""
+    return attention(module, query, key, value, settings), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+class _Attention:
+    """What the tokens of one forward look at, group by group."""
+
+    def __init__(self, cache: _PagedCache, groups: Sequence[Sequence[Chunk]], written: torch.Tensor) -> None:
+        """`written`: int64[tokens], each token's place in the cache."""
+        self._cache = cache
+        self._written = written
+        self._groups: list[_Group] = []
+        first = 0
+        for chunks in groups:
+            self._groups.append(_Group(cache, chunks, first))
+            first += sum(chunk.num_tokens for chunk in chunks)
+
+    def __call__(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Any
+    ) -> torch.Tensor:
+        """[1, tokens, heads, size], of [1, heads, tokens, size]."""
+        tokens = query[0].transpose(0, 1)
+        states = torch.stack((key, value))[:, 0].permute(2, 0, 1, 3)
+        self._cache.write(module.layer_idx, self._written, states)
+        if len(self._groups) == 1:
+            return self._groups[0].attend(module, tokens, states, settings)[None]
+        seen = [
+            group.attend(module, tokens[group.tokens], states[group.tokens], settings)
+            for group in self._groups
+        ]
+        return torch.cat(seen)[None]
+
+
+class _Group:
+    """Chunks of about one length, one row each, padded at the end: one call of attention."""
+
+    def __init__(self, cache: _PagedCache, chunks: Sequence[Chunk], first: int) -> None:
+        """`first`: index of the first chunk's first token in the batch."""
+        self._cache = cache
+        device = cache.device
+        counts = [chunk.num_tokens for chunk in chunks]
+        self.tokens = slice(first, first + sum(counts))  # of the batch
+        length = max(counts)
+        self._shape = (len(chunks), length)
+        self._places = max(chunk.end for chunk in chunks)
+        self._padded = self._kept = self._mask = None
+        if min(counts) < length:
+            index = np.minimum(np.arange(length), np.array(counts)[:, None] - 1)  # padding repeats the last
+            starts = np.cumsum([0, *counts[:-1]])
+            self._padded = _on(device, starts[:, None] + index)
+            self._kept = _on(device, np.flatnonzero(np.arange(length) < np.array(counts)[:, None]))
+        if length > 1 or min(chunk.end for chunk in chunks) < self._places:
+            self._places = -(-self._places // BLOCK) * BLOCK
+            steps = np.array([chunk.start for chunk in chunks])[:, None] + np.arange(length)
+            # Whether a token [rows, 1, tokens] must not see a place [places] of its sequence.
+            hidden = np.arange(self._places) > steps[:, None, :, None]
+            # Added to the scores: each layer would have to convert a mask of bools.
+            self._mask = _on(device, hidden).to(cache.dtype) * torch.finfo(cache.dtype).min
+        in_rows = first == 0 and length == 1 and cache.rows.aim(chunks)
+        self._table = None if in_rows else cache.table(chunks)
+
+    def attend(
+        self, module: Any, tokens: torch.Tensor, states: torch.Tensor, settings: dict[str, Any]
+    ) -> torch.Tensor:
+        """[tokens, heads, size], as `tokens`, the queries, are; `states`: [tokens, 2, heads, size]."""
+        if self._table is None:
+            read = self._cache.rows.update(module.layer_idx, states)
+        else:
+            read = self._cache.read(module.layer_idx, self._table)
+        keys, values = read[:, : self._places].transpose(1, 3).unbind(2)
+        rows = tokens.view(*self._shape, *tokens.shape[1:]) if self._padded is None else tokens[self._padded]
+        seen, _ = sdpa_attention_forward(module, rows.transpose(1, 2), keys, values, self._mask, **settings)
+        flat: torch.Tensor = seen.flatten(0, 1)
+        return flat if self._kept is None else flat[self._kept]
+
+
+class _PagedCache:
+    """Blocks of keys and values for all sequences."""
 
     def __init__(self, model: Any, num_blocks: int) -> None:
-        super().__init__(layers=[])
         layers = model.config.get_text_config().num_hidden_layers
+        self.device, self.dtype = model.device, model.dtype
         # A token's keys lie beside its values: both are written, and read, at once.
         shape = (num_blocks, BLOCK, 2, *kv_shape(model))
-        self._blocks = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
+        self._blocks = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(layers)]
         self._places = [blocks.flatten(0, 1) for blocks in self._blocks]
         self._room = self._blocks[0].new_empty(0, *shape[1:])
         self.rows = _Rows(self._blocks, _ROWS_BYTES // bytes_per_token(model))
 
-    def aim(self, chunks: Sequence[Chunk], written: torch.Tensor, table: torch.Tensor) -> None:
-        """`written`: int64[rows, tokens], each new token's place; `table`: int64[rows, blocks] to read."""
-        self._written = written.flatten()
-        self._in_rows = written.shape[1] == 1 and self.rows.aim(chunks, table)
-        if self._in_rows:
-            return
-        self._num_rows, self._table = len(table), table.flatten()
-        # One layer after another reads into the same memory: fresh pages would cost more than the copy.
-        if len(self._room) < len(self._table):
-            self._room = self._room.new_empty(2 * len(self._table), *self._room.shape[1:])
-        self._read = self._room[: len(self._table)]
+    def grouped(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """Chunks of about one length together, so that little is padding. Single tokens come first."""
+        groups: list[list[Chunk]] = []
+        longest = 0
+        for chunk in sorted(chunks, key=lambda chunk: (chunk.num_tokens, chunk.end)):
+            longest = max(longest, chunk.end)
+            group = groups[-1] if groups else []
+            is_longer = group and chunk.num_tokens >= 2 * group[0].num_tokens
+            if not group or is_longer or (len(group) + 1) * longest > _GATHERED:
+                groups.append([])
+                longest = chunk.end
+            groups[-1].append(chunk)
+        if groups[0][0].num_tokens == 1:
+            groups[0] = self.rows.arranged(groups[0])
+        return groups
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New states [rows, heads, tokens, size] go into the cache; what the rows may look at comes out."""
-        states = torch.stack((key_states.transpose(1, 2), value_states.transpose(1, 2)), dim=2).flatten(0, 1)
-        self._places[layer_idx].index_copy_(0, self._written, states)
-        if self._in_rows:
-            read = self.rows.update(states, layer_idx)
-        else:
-            torch.index_select(self._blocks[layer_idx], 0, self._table, out=self._read)
-            read = self._read.view(self._num_rows, -1, *self._read.shape[2:])
-        keys, values = read.transpose(1, 3).unbind(2)
-        return keys, values
+    def table(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """int64[rows, blocks]: where to read the sequences up to their chunks' ends."""
+        num_blocks = -(-max(chunk.end for chunk in chunks) // BLOCK)
+        table = np.full((len(chunks), num_blocks), BLANK)
+        for row, chunk in enumerate(chunks):
+            blocks = chunk.sequence.blocks[: -(-chunk.end // BLOCK)]
+            table[row, : len(blocks)] = blocks
+        return _on(self.device, table)
+
+    def write(self, layer_idx: int, places: torch.Tensor, states: torch.Tensor) -> None:
+        """`states`: [tokens, 2, heads, size]."""
+        self._places[layer_idx].index_copy_(0, places, states)
+
+    def read(self, layer_idx: int, table: torch.Tensor) -> torch.Tensor:
+        """[rows, places, 2, heads, size], until the next call."""
+        # One layer after another reads into the same memory: fresh pages would cost more than the copy.
+        if len(self._room) < table.numel():
+            self._room = self._room.new_empty(2 * table.numel(), *self._room.shape[1:])
+        read = self._room[: table.numel()]
+        torch.index_select(self._blocks[layer_idx], 0, table.flatten(), out=read)
+        return read.view(len(table), -1, *read.shape[2:])
 
     def clear(self, blocks: list[int]) -> None:
         for layer in self._blocks:
             layer[blocks] = 0
         self.rows.clear()
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # masks and positions are given
 
 
 class _Rows:
@@ -288,7 +420,8 @@ class _Rows:
 
     def clear(self) -> None:
         self._layers: list[torch.Tensor] = []  # [rows, places, 2, heads, size]
-        self._room = (0, 0)  # rows, places
+        self._places: list[torch.Tensor] = []  # the same, of all rows
+        self._room = (0, 0)  # rows, blocks
         self._held: list[tuple[int, int]] = []  # of each row, the number of its sequence, and tokens
 
     def arranged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -298,34 +431,38 @@ class _Rows:
         others = (chunk for chunk in chunks if chunk.sequence.number not in rows)
         return [staying.get(row) or next(others) for row in range(len(chunks))]
 
-    def aim(self, chunks: Sequence[Chunk], table: torch.Tensor) -> bool:
+    def aim(self, chunks: Sequence[Chunk]) -> bool:
         """For one token of each chunk. False where there is no room for so many tokens."""
-        rows, places = len(table), table.shape[1] * BLOCK
-        if rows > self._room[0] or places > self._room[1]:
-            room = (2 ** (rows - 1).bit_length(), 2 ** (places - 1).bit_length())
-            if room[0] * room[1] > self._max_tokens:
+        rows, blocks = len(chunks), -(-max(chunk.end for chunk in chunks) // BLOCK)
+        if rows > self._room[0] or blocks > self._room[1]:
+            room = (2 ** (rows - 1).bit_length(), 2 ** (blocks - 1).bit_length())
+            if room[0] * room[1] * BLOCK > self._max_tokens:
                 return False
             self.clear()
             self._room = room
             # Zeros, as even masked places must be numbers.
-            self._layers = [blocks.new_zeros(*room, *blocks.shape[2:]) for blocks in self._blocks]
-        wanted = [(chunk.sequence.number, chunk.start) for chunk in chunks]
-        missing = [row for row, each in enumerate(wanted) if each not in self._held[row : row + 1]]
-        if missing:
-            index = torch.tensor(missing, device=table.device)
-            for layer, blocks in zip(self._layers, self._blocks, strict=True):
-                layer[index, :places] = blocks[table[index]].flatten(1, 2)
-        self._held = [(number, start + 1) for number, start in wanted]
-        new = [row * self._room[1] + start for row, (_, start) in enumerate(wanted)]
-        self._new = torch.tensor(new, device=table.device)
-        self._view = (slice(rows), slice(places))
+            shape = (room[0], room[1] * BLOCK, *self._blocks[0].shape[2:])
+            self._layers = [each.new_zeros(shape) for each in self._blocks]
+            self._places = [layer.flatten(0, 1) for layer in self._layers]
+        for row, chunk in enumerate(chunks):
+            if (chunk.sequence.number, chunk.start) not in self._held[row : row + 1]:
+                self._copy(chunk, row)
+        self._held = [(chunk.sequence.number, chunk.end) for chunk in chunks]
+        new = [row * self._room[1] * BLOCK + chunk.start for row, chunk in enumerate(chunks)]
+        self._new = _on(self._blocks[0].device, np.array(new))
         return True
 
-    def update(self, states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    def _copy(self, chunk: Chunk, row: int) -> None:
+        blocks = np.array(chunk.sequence.blocks[: -(-chunk.end // BLOCK)])
+        source = _on(self._blocks[0].device, blocks)
+        for layer, each in zip(self._layers, self._blocks, strict=True):
+            places = layer[row, : len(source) * BLOCK]
+            torch.index_select(each, 0, source, out=places.view(len(source), *each.shape[1:]))
+
+    def update(self, layer_idx: int, states: torch.Tensor) -> torch.Tensor:
         """`states`: [rows, 2, heads, size]; comes back as [rows, places, 2, heads, size] with all before."""
-        layer = self._layers[layer_idx]
-        layer.view(-1, *layer.shape[2:]).index_copy_(0, self._new, states)
-        return layer[self._view]
+        self._places[layer_idx].index_copy_(0, self._new, states)
+        return self._layers[layer_idx][: len(states)]
 
 
 def kv_shape(model: Any) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from deployments.engine.threaded import Request
 
 READING = 2
 LEAST_READ = 64  # tokens; fewer at a time would cost much more each
+REFRESHED = 16  # steps; then one reads nothing, for the time that answers take by themselves
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether only its next token is to be computed."""
+        return self.has_read and self.computed == len(self) - 1
 
     def name(self, block: int) -> bytes:
         """Of a block whose tokens are all known. An image counts as what is in it, not as its placeholder."""
@@ -147,7 +152,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """What to compute next; empty only when there is nothing to do."""
-        tokens = self.pace.tokens(any(sequence.has_read for sequence in self.running))
+        tokens = self.pace.tokens(any(sequence.is_answering for sequence in self.running))
         budget = _Budget(tokens, tokens)
         chunks: list[Chunk] = []
         for sequence in list(self.running):
@@ -225,25 +230,30 @@ class Scheduler:
 
 class Pace:
     """How many tokens of prompts a step reads. Beside answers as many as take READING times as long as the
-    answers' own next tokens do, going by what the last step took: with the context, and from one device to
+    answers' own next tokens do, going by what the last steps took: with the context, and from one device to
     another, a token's time changes by orders of magnitude.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._generating_s = 0.0  # of one token for each answer
-        self._per_token_s = math.inf  # of reading
+        self._tokens = LEAST_READ
+        self._answers_s = 0.0  # a step's time without reading
+        self._steps = 0  # since that was taken
 
     def tokens(self, beside_answers: bool) -> int:
         if not beside_answers:
             return self._most
-        return min(self._most, max(LEAST_READ, int(READING * self._generating_s / self._per_token_s)))
+        return min(self._most, self._tokens) if self._steps < REFRESHED else 0
 
-    def took(self, generating_s: float, reading_s: float, num_read: int) -> None:
+    def took(self, seconds: float, num_read: int) -> None:
         """Of one step."""
-        self._generating_s = generating_s or self._generating_s
-        if num_read:
-            self._per_token_s = reading_s / num_read
+        self._steps += 1
+        if not num_read:
+            self._answers_s, self._steps = seconds, 0
+        elif num_read >= LEAST_READ:
+            wanted = READING * self._answers_s
+            reading_s = max(seconds - self._answers_s, wanted / 2)  # at most twice as many the next time
+            self._tokens = max(LEAST_READ, int(num_read * wanted / reading_s)) if wanted else LEAST_READ
 
 
 @dataclass(slots=True)
@@ -254,7 +264,7 @@ class _Budget:
     def chunk(self, sequence: Sequence) -> list[Chunk]:
         """One chunk, or none where the budget is spent."""
         start, end = sequence.computed, len(sequence)
-        if end - start > 1 or not sequence.has_read:
+        if not sequence.is_answering:
             end = self._encodable(Chunk(sequence, start, min(end, start + self.tokens)))
             self.tokens -= end - start
         return [Chunk(sequence, start, end)] if end > start else []
