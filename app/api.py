@@ -351,20 +351,27 @@ class Answer:
 
         Timings are in the very last one.
         """
-        writer, begun, usage = self._writer, set(), self._request.stream_options.include_usage
+        begun, usage = set(), self._request.stream_options.include_usage
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 index = piece.index
                 if index not in begun:
                     begun.add(index)
-                    yield writer.chunk(index, {"role": "assistant", "content": ""})
+                    yield self._chunk(index, {"role": "assistant", "content": ""})
                 if piece.text or piece.logprobs:
-                    yield writer.chunk(index, {"content": piece.text}, logprobs=piece.logprobs)
+                    yield self._chunk(index, {"content": piece.text}, logprobs=piece.logprobs)
                 if piece.finish_reason:
-                    end = writer.chunk(index, {}, piece.finish_reason)
+                    end = self._chunk(index, {}, piece.finish_reason)
                     yield end if usage or self._left else end | self._told_timings()
         if usage:
-            yield writer.usage_chunk(self._usage) | self._told_timings()
+            yield self._writer.usage_chunk(self._usage) | self._told_timings()
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Logprobs = None
+    ) -> dict[str, Any]:
+        chunk, options = self._writer.chunk(index, delta, reason, logprobs), self._request.stream_options
+        told = options.include_usage and options.continuous_usage_stats
+        return chunk | {"usage": self._usage.to_json()} if told else chunk
 
     def _told_timings(self) -> dict[str, Any]:
         return {"timings_ms": self._timings.with_items()} if self._request.timings else {}

@@ -364,6 +364,7 @@ class ProcessorKwargs(_Wire):
 
 class StreamOptions(_Wire):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, in every chunk as well
 
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # as JSON has it for a key

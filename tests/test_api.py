@@ -100,6 +100,19 @@ async def test_max_tokens(api: httpx.AsyncClient, stream: bool) -> None:
     assert "length" in [c["finish_reason"] for chunk in final for c in chunk["choices"]]
 
 
+async def test_usage_in_every_chunk(api: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = chat("hello", max_tokens=4, ignore_eos=True, stream=True)
+    chunks = events(await api.post(COMPLETIONS, json=request | {"stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[-1] == 4
+    assert counts == sorted(counts)
+    only_in_chunks = await api.post(
+        COMPLETIONS, json=request | {"stream_options": {"continuous_usage_stats": True}}
+    )
+    assert not any("usage" in chunk for chunk in events(only_in_chunks))
+
+
 async def test_a_stop_string_ends_the_answer_and_is_left_out(api: httpx.AsyncClient) -> None:
     whole = (await api.post(COMPLETIONS, json=chat("hello"))).json()["choices"][0]["message"]["content"]
     stop = whole[4:7]
