@@ -583,10 +583,11 @@ def test_what_is_not_served_in_batches() -> None:
     assert "has not been tried" in (why_not(_tiny(transformers.Qwen3VLForConditionalGeneration, deep)) or "")
 
 
-def test_a_checkpoint_that_asks_for_what_only_generate_does_is_served_by_it() -> None:
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "min_new_tokens"])
+def test_a_checkpoint_that_asks_for_what_only_generate_does_is_served_by_it(name: str) -> None:
     model = copy.deepcopy(family("text").model)
-    model.generation_config.no_repeat_ngram_size = 3
-    assert why_not(model) == "its generation config has no_repeat_ngram_size"
+    setattr(model.generation_config, name, 3)
+    assert why_not(model) == f"its generation config has {name}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

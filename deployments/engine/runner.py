@@ -55,9 +55,13 @@ BATCHED = frozenset(
 _ONLY_IN_GENERATE = (
     "bad_words_ids",
     "begin_suppress_tokens",
+    "epsilon_cutoff",
+    "eta_cutoff",
     "exponential_decay_length_penalty",
     "forced_bos_token_id",
     "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
     "no_repeat_ngram_size",
     "sequence_bias",
     "suppress_tokens",
