@@ -2,16 +2,20 @@ import io
 import struct
 import zlib
 
+import pillow_heif
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from deployments.errors import InvalidMedia
+from deployments.multimodal import video
 from deployments.multimodal.image import ImageLimits, decode
 from deployments.multimodal.image_parts import check_parts
+from deployments.multimodal.video import VideoLimits
 
 MANY = 300_000
+NUMBERS = 2**20 + 1
 
 
 def saved(kind: str, **options: object) -> bytes:
@@ -54,6 +58,18 @@ def in_exif(count: int) -> bytes:
     return b"II*\0" + outer + struct.pack("<HHHIII", 1, 37500, 3, count, 44, 0) + b"\x39\x30" * count
 
 
+def overlapping(count: int) -> bytes:
+    """Each number of a folder's tags is the head of a folder of as many."""
+    tags = [struct.pack("<HHQQ", 34665, 1, 0, 24 + 20 * number + 12) for number in range(count)]
+    return b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, count) + b"".join(tags)
+
+
+def gif(extensions: bytes) -> bytes:
+    plain = saved("gif")
+    at = plain.index(b"\x2c")
+    return plain[:at] + extensions + plain[at:]
+
+
 def webp(exif: bytes) -> bytes:
     return saved("webp", exif=exif)
 
@@ -63,19 +79,35 @@ def webp(exif: bytes) -> bytes:
     [
         jpeg(segment(0xE5) * MANY),
         jpeg(b"\xff" * MANY),
-        jpeg(segment(0xE1, b"Exif\0\0" + bytes(65000)) * 20),
+        jpeg(segment(0xE1, b"Exif\0\0" + bytes(65000)) * 40),
         png(chunk(b"prVt") * MANY),
-        png(chunk(b"eXIf", bytes(2**20 + 1))),
+        png(chunk(b"eXIf", bytes(2**21 + 1))),
         png(chunk(b"IDAT") * (2**20 + 1)),
-        webp(b"Exif\0\0" + bytes(2**20 + 1)),
-        tiff(273, MANY),
-        tiff(273, MANY, ">"),
-        big_tiff(273, MANY),
-        in_exif(MANY),
+        webp(b"Exif\0\0" + bytes(2**21 + 1)),
+        tiff(273, NUMBERS),
+        tiff(273, NUMBERS, ">"),
+        big_tiff(273, NUMBERS),
+        in_exif(NUMBERS),
+        b"II\0*" + tiff(273, NUMBERS)[4:],
+        b"MM*\0" + tiff(273, NUMBERS, ">")[4:],
+        b"MM\0+" + tiff(273, NUMBERS, ">")[4:],
+        overlapping(4000),
+        jpeg(segment(0xF0, segment(0xE0) * 10_000)),
+        gif(b"\x21\xfe\x01c\0" * MANY),
     ],
     ids=[
         *("segments", "fill bytes", "exif in segments", "chunks", "exif chunk", "pixel chunks", "webp exif"),
-        *("tiff", "tiff, big endian", "big tiff", "exif in tiff"),
+        *(
+            "tiff",
+            "tiff, big endian",
+            "big tiff",
+            "exif in tiff",
+            "II0*",
+            "MM*0",
+            "MM0+",
+            "overlapping folders",
+        ),
+        *("behind a segment that Pillow does not skip", "gif"),
     ],
 )
 def test_absurdly_many_parts_are_refused(data: bytes) -> None:
@@ -110,3 +142,32 @@ def test_folders_that_lead_in_a_circle_are_read_once() -> None:
 )
 def test_any_bytes_pass_or_are_refused(head: bytes, tail: bytes) -> None:
     check_parts(head + tail)
+
+
+def heic(exif: bytes) -> bytes:
+    file = io.BytesIO()
+    pillow_heif.from_pillow(Image.new("RGB", (64, 64))).save(file, exif=exif)
+    return file.getvalue()
+
+
+def test_exif_of_other_containers_is_bounded_too() -> None:
+    exif = b"Exif\0\0" + tiff(273, NUMBERS)
+    for data in (saved("avif", exif=exif), heic(exif)):
+        with pytest.raises(InvalidMedia, match="more parts"):
+            decode(data, ImageLimits())
+    decode(heic(b"Exif\0\0" + tiff(273, 100)), ImageLimits())
+
+
+def test_a_gif_of_many_frames_and_one_comment_is_taken() -> None:
+    frames = [Image.new("L", (8, 8), shade) for shade in range(200)]
+    file = io.BytesIO()
+    frames[0].save(file, "gif", save_all=True, append_images=frames[1:], comment=b"c" * 100_000)
+    check_parts(file.getvalue())
+
+
+@pytest.mark.parametrize(
+    "data", [png(chunk(b"prVt") * MANY), gif(b"\x21\xfe\x01c\0" * MANY)], ids=["png", "gif"]
+)
+def test_an_animation_is_checked_as_a_picture_is(data: bytes) -> None:
+    with pytest.raises(InvalidMedia, match="more parts"):
+        video.decode(data, 4, None, VideoLimits())

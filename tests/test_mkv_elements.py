@@ -92,6 +92,12 @@ def test_absurdly_many_are_not_counted_to_the_end(monkeypatch: pytest.MonkeyPatc
         described_elements(file(TRACKS, BOMBS["tags"]))
 
 
+@pytest.mark.parametrize("name", ["114d9b74", "75a1"])
+def test_so_are_those_that_are_empty(name: str) -> None:
+    with pytest.raises(InvalidMedia, match="too many elements"):
+        described_elements(HEAD + empty(name, 1_000_000))
+
+
 def test_what_media_look_like_by_chance_does_not_count() -> None:
     """A name of four bytes comes once in 4 GB; here it is everywhere."""
     random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8).tobytes()

@@ -26,7 +26,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.multimodal.decoding import Decoded, check_cancelled, refuse
-from deployments.multimodal.image_parts import check_parts
+from deployments.multimodal.image_parts import check_exif, check_parts
 
 # No EPS, PDF, WMF (they start helpers), SVG, JPEG 2000 or anything that only fuzzers send. With the plugins
 # imported by name Pillow does not import all it has at the first unknown file.
@@ -174,6 +174,7 @@ def _open(data: bytes, limits: ImageLimits) -> Any:
         raise _too_many_pixels(limits) from None
     except PILLOW_ERRORS as error:
         raise InvalidMedia("The image's header is damaged.") from error
+    check_exif(image.info.get("exif") or b"")
     _check_size(image.format, image.size, limits)
     return image
 

@@ -12,7 +12,7 @@ from deployments.errors import InvalidMedia
 
 ELEMENT_BYTES = 256  # that FFmpeg holds of one, at most
 
-_MAX_ELEMENTS = 1 << 20  # the index of a day of video has fewer
+_MAX_ELEMENTS = 1 << 18  # the index of half a day of video has fewer
 _MAGIC = b"\x1a\x45\xdf\xa3"
 # SeekHead, Info, Tracks, Cues, Attachments, Chapters, Tags. Wherever one stands FFmpeg may come to it: by its
 # place, by a SeekHead, or looking for a way on in a damaged file.
@@ -72,10 +72,12 @@ def described_elements(data: bytes) -> int:
 
 
 def _elements(data: bytes) -> Iterator[int]:
-    """Their ids. What only looks like one soon claims to be longer than the file, and ends the look."""
+    """One for each. What only looks like one soon claims to be longer than the file, and ends the look."""
     for found in _DESCRIPTION.finditer(data):
+        yield found.start()
         yield from _inside(data, *_head(data, found.start())[1:])
     for found in _ADDITIONS.finditer(data):
+        yield found.start()
         for name in _inside(data, *_head(data, found.start())[1:]):
             if name not in _ADDITION:
                 break

@@ -13,7 +13,7 @@ from deployments.errors import InvalidMedia
 
 ENTRY_BYTES = 72  # that FFmpeg holds of a sample, with the times that it keeps beside its index
 
-_MAX_BOXES = 1 << 20  # an hour in fragments of one frame each has as many
+_MAX_BOXES = 1 << 20  # over half an hour in fragments of one frame each; more takes long to open
 _MAX_DEPTH = 12
 # Boxes that hold no boxes. What is inside of any other FFmpeg may read, now or in a later version.
 _LEAVES = {b"mdat", b"stco", b"co64", b"stts", b"ctts", b"stss", b"stsz", b"stz2", b"stsc", b"trun", b"covr"}

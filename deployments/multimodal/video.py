@@ -28,6 +28,7 @@ from PIL import Image, UnidentifiedImageError
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.multimodal.decoding import Decoded, check_cancelled, container_mime, open_container, refuse
 from deployments.multimodal.image import MIMES, PILLOW_ERRORS, rgb_tiles
+from deployments.multimodal.image_parts import check_parts
 from deployments.types import Modality
 
 RGB = npt.NDArray[np.uint8]
@@ -370,6 +371,7 @@ def _rgb(reformatter: VideoReformatter, frame: Any, size: tuple[int, int]) -> RG
 
 
 def _read_animation(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
+    check_parts(data)
     try:
         with Image.open(io.BytesIO(data), formats=[_ANIMATIONS[data[:4]]]) as image:
             sampling.check_size(*image.size)
