@@ -98,6 +98,13 @@ def test_so_are_those_that_are_empty(name: str) -> None:
         described_elements(HEAD + empty(name, 1_000_000))
 
 
+@pytest.mark.parametrize("shift", range(6))
+@pytest.mark.parametrize("name", ["1254c36780", "75a180"])
+def test_one_across_two_windows_counts_once(name: str, shift: int) -> None:
+    padding = bytes(mkv_elements._WINDOW - len(HEAD) - shift)
+    assert described_elements(HEAD + padding + bytes.fromhex(name) + bytes(9)) == 1
+
+
 def test_what_media_look_like_by_chance_does_not_count() -> None:
     """A name of four bytes comes once in 4 GB; here it is everywhere."""
     random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8).tobytes()

@@ -13,6 +13,7 @@ from deployments.errors import InvalidMedia
 ELEMENT_BYTES = 256  # that FFmpeg holds of one, at most
 
 _MAX_ELEMENTS = 1 << 18  # the index of half a day of video has fewer
+_WINDOW = 1 << 18
 _MAGIC = b"\x1a\x45\xdf\xa3"
 # SeekHead, Info, Tracks, Cues, Attachments, Chapters, Tags. Wherever one stands FFmpeg may come to it: by its
 # place, by a SeekHead, or looking for a way on in a damaged file.
@@ -73,15 +74,23 @@ def described_elements(data: bytes) -> int:
 
 def _elements(data: bytes) -> Iterator[int]:
     """One for each. What only looks like one soon claims to be longer than the file, and ends the look."""
-    for found in _DESCRIPTION.finditer(data):
-        yield found.start()
-        yield from _inside(data, *_head(data, found.start())[1:])
-    for found in _ADDITIONS.finditer(data):
-        yield found.start()
-        for name in _inside(data, *_head(data, found.start())[1:]):
+    for place in _places(_DESCRIPTION, data):
+        yield place
+        yield from _inside(data, *_head(data, place)[1:])
+    for place in _places(_ADDITIONS, data):
+        yield place
+        for name in _inside(data, *_head(data, place)[1:]):
             if name not in _ADDITION:
                 break
             yield name
+
+
+def _places(pattern: re.Pattern[bytes], data: bytes) -> Iterator[int]:
+    """A window at a time: a search keeps the GIL, and the event loop would wait for all of the file."""
+    for start in range(0, len(data), _WINDOW):
+        for found in pattern.finditer(data, start, start + _WINDOW + 3):
+            if found.start() < start + _WINDOW:  # else the next window finds it
+                yield found.start()
 
 
 def _inside(data: bytes, start: int, stop: int) -> Iterator[int]:
