@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
-import threading
+import json
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from cluster import Server, chat, media, media_server
+from aiohttp import web
+from cluster import Server, chat, media, media_server, wait_until
 from PIL import Image
 
 RENDER = "/v1/chat/completions/render"
 AT_ONCE = 32
 IMAGES = 20
+HELD_S = 60
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -25,6 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     def change(config: dict[str, Any]) -> None:
         application = config["applications"][0]
         application["args"]["enable_reset_mm_cache"] = True
+        application["args"]["media"]["image_fetch_timeout_s"] = 2 * HELD_S
         for deployment in application["deployments"]:
             if deployment["name"] in ("MediaLoader", "MMPreprocessor"):
                 deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.2}}
@@ -57,12 +62,22 @@ def items(server: Server, *content: object, request_id: str = "") -> list[dict[s
 def test_a_url_that_many_ask_for_at_once_is_fetched_once_and_processed_once(pair: Server) -> None:
     file = io.BytesIO()
     Image.effect_noise((800, 600), 80).save(file, "jpeg")
-    everyone = threading.Barrier(AT_ONCE)
+
     with media_server() as host, ThreadPoolExecutor(AT_ONCE) as pool:
-        host.content["/photo.jpg"] = file.getvalue()
+
+        def all_wait() -> bool:
+            with urllib.request.urlopen(f"{pair.url}/stages", timeout=10) as response:
+                stages = {stage["name"]: stage for stage in json.load(response)["stages"]}
+            return bool(stages["fetch"]["in_flight"] + stages["decode"]["queued"] == AT_ONCE)
+
+        async def held(_: web.Request) -> web.Response:
+            await asyncio.to_thread(wait_until, all_wait, HELD_S)
+            # For those that are on their way to the replica still.
+            return web.Response(body=file.getvalue(), headers={"Cache-Control": "max-age=60"})
+
+        host.handlers["/photo.jpg"] = held
 
         def ask(number: int) -> str:
-            everyone.wait(30)
             (item,) = items(pair, media("image", f"{host.url}/photo.jpg"), request_id=f"many-{number}-")
             return str(item["digest"])
 
