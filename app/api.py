@@ -145,6 +145,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
                 timeout_s=deadline.left_s(),
                 idle_timeout_s=settings.body_idle_timeout_s,
                 hold=hold,
+                give_way=pipeline.precedence.way().give,
             )
         except ServingError:
             http.state.unread = True

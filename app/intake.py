@@ -19,7 +19,7 @@ import re
 import secrets
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -46,6 +46,7 @@ SEGMENT_BYTES = 8 * 1024 * 1024  # of a string that leave together; one that has
 _SLICE = 256 * 1024  # bytes of a step that takes a fixed number of passes at memory speed; uvicorn's chunk
 _CAREFUL = 16 * 1024  # bytes of a step whose cost depends on the content: all quotes, all escapes
 _PIECE = 32 * 1024  # pieces of a long string that are smaller are joined on the way
+_LARGE_BYTES = 2**20
 _PUTS = 2  # segments of one body on their way to the object store; more, and its client must wait
 
 # Text and complete strings; stops at the quote of a string that is still open.
@@ -193,11 +194,13 @@ async def read_body(
     timeout_s: float = math.inf,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     hold: Callable[[int], None] = lambda num_bytes: None,
+    give_way: Callable[[], Awaitable[None]] | None = None,
 ) -> Body:
     """Reads to the end; whatever `chunks` raises, e.g. on a disconnect, passes through.
 
     `timeout_s` is for the whole body, `idle_timeout_s` for each chunk. Before a chunk is kept, `hold` is told
-    how many bytes of the body there will be then; it may raise.
+    how many bytes of the body there will be then; it may raise. A body that proves large awaits `give_way`
+    between its chunks.
 
     Raises RequestTooLarge with the chunk that passes `max_bytes`, RequestTimeout, and InvalidRequest as soon
     as the body cannot become valid JSON within the bounds of this module.
@@ -216,6 +219,8 @@ async def read_body(
         for _ in scanner.feed(chunk):
             # A queue that is never empty never suspends: without this a fast client owns the loop.
             await asyncio.sleep(0)
+        if give_way and scanner.num_bytes > _LARGE_BYTES:
+            await give_way()
         while len(puts) > _PUTS:
             await puts.popleft().payload
     return scanner.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -28,6 +29,7 @@ from app.calls import (
 )
 from app.chat import Item, ParsedChat
 from app.intake import LongString
+from app.precedence import Precedence
 from app.protocol import Numbers
 from app.stages import Watch
 from deployments import tracing
@@ -210,6 +212,7 @@ class Pipeline:
                 "Model": stages.model,
             }
         )
+        self.precedence = Precedence()
         self.limits = stages.limits
         self.media_options = stages.inputs.options
 
@@ -233,7 +236,8 @@ class Pipeline:
         groups = _groups(parsed.items, self._stages.inputs.together)
         start = deadline.ms()
         pending = (self._prepare_traced(group, terms) for group in groups)
-        results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
+        with nullcontext() if groups else self.precedence.claim():
+            results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
         (prompt, tokenize), done = results[0], results[1:]
         by_param = {prepared.item.param: prepared for group in done for prepared in group}
         items = [_timed_from(start, by_param[item.param]) for item in parsed.items]
@@ -256,7 +260,7 @@ class Pipeline:
         by_reference = has_references or num_bytes > _GRPC_BYTES
         generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate
         modality = "media" if prepared.items else TEXT
-        return stream(
+        deltas = stream(
             generate,
             prepared.prompt,
             prepared.features,
@@ -266,6 +270,7 @@ class Pipeline:
             deadline=deadline,
             modality=modality,
         )
+        return deltas if prepared.items else self.precedence.until_first(deltas)
 
     async def end(self, key: str, index: int) -> None:
         """Of a request's answers this one gets no more tokens, whichever replica it is in."""

@@ -44,7 +44,7 @@ class ModelConfig(StageConfig):
     max_model_len: int | None = Field(default=None, ge=2)  # tokens; the model's context where not set
     max_running: int = Field(default=64, ge=1)  # answers that get a token in each step
     max_waiting: int = Field(default=256, ge=0)  # requests beyond that; one more is a 503
-    step_tokens: int = Field(default=512, ge=1)  # of prompts, and of media to encode, in a step
+    step_tokens: int = Field(default=512, ge=1)  # of prompts in a step
     kv_cache_bytes: int | None = Field(default=None, ge=1)  # see engine/batched_engine.py where not set
     encoder_cache_bytes: int = Field(default=256 * 2**20, ge=0)  # of encoded media
     torch_threads: int = Field(default=1, ge=1)

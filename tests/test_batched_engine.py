@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import batched_families
@@ -453,6 +453,76 @@ async def test_a_full_queue_says_so() -> None:
         gate.open()
         assert [len(each) for each in await asyncio.gather(*tasks)] == [12] * 3
         assert len(await answer(engine, text(3))) == 12
+
+
+class HeldEncoder:
+    """Encodes when it may, and tells what it began, by digest."""
+
+    def __init__(self, engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.may, self._has_begun = threading.Semaphore(0), threading.Semaphore(0)
+        encode = engine._runner.encode
+
+        def held(item: EngineItem) -> torch.Tensor:
+            self.begun.append(item.features.digest)
+            self._has_begun.release()
+            self.may.acquire()
+            return encode(item)
+
+        monkeypatch.setattr(engine._runner, "encode", held)
+
+    async def begin(self) -> None:
+        """Returns when it has begun one more."""
+        await asyncio.to_thread(self._has_begun.acquire)
+
+
+async def test_texts_are_answered_while_an_item_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, items, expected = next(each for each in requests("llava") if each[1])
+    with running(family("llava").model) as engine:
+        encoder = HeldEncoder(engine, monkeypatch)
+        image = asyncio.create_task(answer(engine, prompt, items, LONG))
+        await encoder.begin()
+        assert await asyncio.gather(*map(partial(answer, engine), map(text, range(3))))
+        assert not image.done()
+        encoder.may.release(9)
+        assert await image == expected
+        assert not any(embeds.requires_grad for embeds in engine._encoded._items.values())  # would keep all
+
+
+async def test_items_of_several_requests_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = family("llava")
+    many, one = [chosen.item(seed) for seed in range(3)], [chosen.item(7)]
+    with running(chosen.model) as engine:
+        encoder = HeldEncoder(engine, monkeypatch)
+        tasks = [asyncio.create_task(answer(engine, batched_families.prompt(0, many), many))]
+        await encoder.begin()
+        tasks.append(asyncio.create_task(answer(engine, batched_families.prompt(1, one), one)))
+        await answer(engine, text(0))  # both are in
+        encoder.may.release(9)
+        await asyncio.gather(*tasks)
+    assert encoder.begun[1] == one[0].features.digest
+    assert len(encoder.begun) == 4
+
+
+async def test_what_nobody_waits_for_any_more_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = family("llava")
+    items = [chosen.item(seed) for seed in range(2)]
+    with running(chosen.model) as engine:
+        encoder = HeldEncoder(engine, monkeypatch)
+        first, second = (
+            asyncio.create_task(answer(engine, batched_families.prompt(0, [item]), [item])) for item in items
+        )
+        await encoder.begin()
+        await answer(engine, text(0))  # the second has its turn next
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        encoder.may.release(9)
+        await first
+        await answer(engine, text(0))
+        assert encoder.begun == [items[0].features.digest]
+        # Asked for again, it is.
+        assert await answer(engine, batched_families.prompt(0, items[1:]), items[1:])
+        assert engine.stats().kv_tokens_used == 0
 
 
 def spoilt(item: EngineItem, how: str) -> EngineItem:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from app.pipeline import _sample
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
-from deployments.types import Chat, Media, MMFeatures, MMItem, Modality, Payload
+from deployments.types import Chat, Media, MMFeatures, MMItem, Modality, Payload, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,27 @@ async def test_a_request_has_so_many_items_in_flight_and_no_more(graph: LocalGra
     counts = await loader.counts.remote()
     assert len(counts) == 40
     assert max(counts) == 32
+
+
+async def test_a_text_has_precedence_until_its_first_token_and_media_have_none(graph: LocalGraph) -> None:
+    pipeline = await graph.pipeline()
+    claims: list[int] = []  # as each is made
+    claim = pipeline.precedence.claim
+
+    def counted() -> AbstractContextManager[None]:
+        claims.append(pipeline.precedence._claims)
+        return claim()
+
+    pipeline.precedence.claim = counted
+    for chat, expected in (
+        (parsed(11), []),
+        (ParsedChat(Chat([{"role": "user", "content": "hi"}]), []), [0, 0]),
+    ):
+        prepared = await pipeline.prepare(chat, pipeline.media_options, Deadline(30), 2**20)
+        deltas = pipeline.generate(prepared, SamplingParams(max_tokens=2), "key", Deadline(30))
+        await anext(deltas)
+        assert (claims, pipeline.precedence._claims) == (expected, 0)
+        await deltas.aclose()
 
 
 async def test_a_dead_loader_is_tried_once_more(graph: LocalGraph) -> None:

@@ -8,7 +8,16 @@ import pytest
 from deployments.engine.base import EngineItem
 from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
 from deployments.engine.sampler import SamplerState
-from deployments.engine.scheduler import LEAST_READ, READING, REFRESHED, MediaSpan, Scheduler, Sequence
+from deployments.engine.scheduler import (
+    AHEAD,
+    LEAST_READ,
+    PATIENCE,
+    READING,
+    REFRESHED,
+    MediaSpan,
+    Scheduler,
+    Sequence,
+)
 from deployments.engine.threaded import Request
 from deployments.types import MMFeatures, Modality, Payload, Prompt, SamplingParams
 
@@ -39,11 +48,13 @@ def step(chosen: Scheduler) -> list[tuple[int, int, int]]:
     """One step as the engine takes it; what was computed as (first token id, start, end)."""
     chunks = chosen.schedule()
     for chunk in chunks:
-        for each in chunk.spans:
-            each.embeds = True  # type: ignore[assignment]  # encoded
+        assert all(item.embeds is not None for item in chunk.spans)
         chosen.commit(chunk)
         if chunk.is_last:
             chunk.sequence.token_ids.append(7)
+    for each in chosen.running:
+        if item := each.missing:
+            item.embeds = True  # type: ignore[assignment]  # encoded
     return [(chunk.sequence.token_ids[0], chunk.start, chunk.end) for chunk in chunks]
 
 
@@ -100,14 +111,54 @@ async def test_beside_answers_reading_pauses_now_and_then_for_the_time_of_the_an
     assert len(step(chosen)) == 2
 
 
-async def test_an_item_beyond_the_budget_waits_for_the_next_step_and_text_passes_it() -> None:
-    chosen = scheduler(step_tokens=64)
-    item = span(4, 10, num_tokens=64)
+async def test_a_prompt_is_read_as_far_as_its_items_are_encoded() -> None:
+    chosen = scheduler(blocks=100, step_tokens=512)
     chosen.waiting.extend(
-        [await sequence(16, 1000, [item]), await sequence(16, 2000, [span(6, 4)]), await sequence(9, 3000)]
+        [
+            await sequence(300, 1000, [span(70, 10), span(100, 10)]),
+            await sequence(100, 2000, [span(LEAST_READ - 1, 4)]),
+            await sequence(100, 3000),
+        ]
     )
-    assert step(chosen) == [(1000, 0, 16), (2000, 0, 6), (3000, 0, 9)]
-    assert step(chosen) == [(1000, 16, 17), (2000, 6, 16), (3000, 9, 10)]
+    assert step(chosen) == [(1000, 0, 70), (3000, 0, 100)]
+    assert step(chosen) == [(2000, 0, LEAST_READ), (3000, 100, 101)]
+    assert step(chosen)[0] == (1000, 70, 70 + LEAST_READ)
+
+
+async def test_few_prompts_wait_for_items_and_those_without_pass() -> None:
+    chosen = scheduler(blocks=200, max_running=20, step_tokens=512)
+    for first in range(1000, 11000, 1000):
+        chosen.add(await sequence(70, first, [span(0, 70)]))
+    assert chosen.schedule() == []
+    assert len(chosen.running) == AHEAD
+    chosen.add(await sequence(100, 20000))
+    chosen.add(await sequence(5, 30000))
+    chunks = chosen.schedule()
+    assert [(chunk.sequence.token_ids[0], chunk.num_tokens) for chunk in chunks] == [(30000, 5), (20000, 64)]
+    assert len(chosen.running) == AHEAD + 2
+
+
+async def test_a_short_prompt_passes_others_and_little_is_done_beside_it() -> None:
+    chosen = scheduler(blocks=100, max_running=2, step_tokens=512)
+    for first in (1000, 2000):
+        chosen.add(await sequence(600, first))
+    step(chosen)
+    chosen.add(await sequence(300, 3000, [span(0, 300)]))
+    chosen.add(await sequence(LEAST_READ, 4000))
+    chosen.add(await sequence(LEAST_READ + 1, 5000))
+    chosen.add(await sequence(2, 6000))
+    assert [each.token_ids[0] for each in chosen.waiting] == [4000, 6000, 2000, 5000, 3000]
+    assert step(chosen) == [(1000, 512, 576), (4000, 0, 64)]
+    chosen.max_running = 8
+    assert step(chosen) == [(1000, 576, 600), (4000, 64, 65), (6000, 0, 2), (2000, 0, 64)]
+
+
+async def test_nobody_is_passed_for_ever() -> None:
+    chosen = scheduler(max_running=1)
+    chosen.add(await sequence(100, 1000))
+    for first in range(PATIENCE + 2):
+        chosen.add(await sequence(2, 2000 + first))
+    assert [each.token_ids[0] for each in chosen.waiting].index(1000) == PATIENCE
 
 
 async def test_the_last_come_gives_way_and_comes_back_first() -> None:
@@ -166,6 +217,7 @@ async def test_the_last_token_is_computed_though_all_are_known() -> None:
 async def test_equal_placeholders_are_equal_only_with_equal_media(key: bytes, cached: int) -> None:
     chosen = scheduler(step_tokens=100)
     chosen.waiting.append(await sequence(50, 1000, [span(20, 10, b"one")]))
+    step(chosen)
     step(chosen)
     chosen.waiting.append(await sequence(50, 1000, [span(20, 10, key)]))
     step(chosen)

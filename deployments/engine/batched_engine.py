@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from deployments.engine.threaded import (
     eos_token_ids,
 )
 from deployments.errors import ServingError
+from deployments.pool import lower_priority
 from deployments.types import Delta, ModelSpec
 
 logger = logging.getLogger("ray.serve")
@@ -37,7 +39,7 @@ class Limits:
     max_model_len: int | None = None  # tokens; None: the model's context
     max_running: int = 64  # answers that get a token in each step
     max_waiting: int = 256  # requests beyond that
-    step_tokens: int = 512  # of prompts, and of media to encode, in a step
+    step_tokens: int = 512  # of prompts in a step
     kv_cache_bytes: int | None = None  # None: most of a GPU's free memory, on a CPU _CPU_BYTES
     encoder_cache_bytes: int = 256 * 2**20
 
@@ -64,6 +66,11 @@ class BatchedEngine(ThreadedEngine):
         self._runner = Runner(model, num_blocks + RESERVED)
         self._scheduler = Scheduler(BlockPool(num_blocks + RESERVED), limits.max_running, limits.step_tokens)
         self._encoded = EncoderCache(limits.encoder_cache_bytes)
+        # Beside the steps. Where they run on cores, what takes long gives way to what does not.
+        niceness = 0 if spec.device == "cuda" else 19
+        self._encoder = ThreadPoolExecutor(1, "encoder", lower_priority, (niceness,))
+        self._encoding: dict[bytes, list[Request]] = {}  # who waits for an item, by its key
+        self._is_idle = True
         self._stats = EngineStats(max_running=limits.max_running, kv_tokens=num_blocks * BLOCK)
         self._thread.start()
 
@@ -80,14 +87,20 @@ class BatchedEngine(ThreadedEngine):
             encoder_evictions=self._encoded.evictions,
         )
 
+    def close(self) -> None:
+        super().close()
+        self._encoder.shutdown(cancel_futures=True)
+
     def _run(self) -> None:
         while True:
-            idle = not (self._scheduler.running or self._scheduler.waiting)
-            for request in self._arrivals(wait=idle):
-                if request is None:
+            for news in self._arrivals(wait=self._is_idle):
+                if news is None:
                     return
-                self._join(request)
-            request = None  # its arrays are in the object store as long as they are referred to
+                if isinstance(news, Request):
+                    self._join(news)
+                else:
+                    self._take(news)
+            news = None  # its arrays are in the object store as long as they are referred to
             self.step()
             self._deliver()
 
@@ -95,16 +108,19 @@ class BatchedEngine(ThreadedEngine):
         """A token for everyone who has read its prompt, and some more of the prompts that are being read."""
         self._leave()
         chunks = self._scheduler.schedule()
-        self._start(chunks)
-        self._encode(chunks)
-        num_read = sum(chunk.num_tokens for chunk in chunks if not chunk.sequence.is_answering)
+        self._begin()
+        reading = [chunk for chunk in chunks if not chunk.sequence.is_answering]
+        num_read = sum(chunk.num_tokens for chunk in reading if not chunk.sequence.is_short)
         start = time.perf_counter()
         for done, logits in self._forward(chunks):
             self._commit(done)
             self._sample(done, logits)
         self._runner.wait()
-        self._scheduler.pace.took(time.perf_counter() - start, num_read)
+        if chunks:
+            self._scheduler.pace.took(time.perf_counter() - start, num_read)
         self._stats.steps += 1
+        has_work = bool(self._scheduler.running or self._scheduler.waiting)
+        self._is_idle = not has_work or (not chunks and bool(self._encoding))  # all wait for items
 
     def _join(self, request: Request) -> None:
         if request.cancelled:
@@ -124,7 +140,7 @@ class BatchedEngine(ThreadedEngine):
             sequence = Sequence(
                 request, index, list(token_ids), spans, positions, delta, sampler, limit, leader
             )
-            self._scheduler.waiting.append(sequence)
+            self._scheduler.add(sequence)
             leader = leader or sequence
 
     def _leave(self) -> None:
@@ -136,30 +152,57 @@ class BatchedEngine(ThreadedEngine):
                 continue
             self._scheduler.remove(sequence)
 
-    def _start(self, chunks: list[Chunk]) -> None:
-        for sequence in (chunk.sequence for chunk in chunks):
+    def _begin(self) -> None:
+        """What the step found new, and the next item of each prompt: of many others' come in between."""
+        for sequence in self._scheduler.running:
             if not sequence.started:
                 sequence.started = time.perf_counter()
                 self._stats.prefix_hit_tokens += 0 if sequence.leader else sequence.cached_tokens
+            if span := sequence.missing:
+                self._encode(sequence.request, span)
 
-    def _encode(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            try:
-                for span in chunk.spans:
-                    self._encode_span(span)
-            except Exception as error:  # noqa: BLE001  # a border, as above
-                self._fail(chunk.sequence.request, as_serving_error(error))
-
-    def _encode_span(self, span: MediaSpan) -> None:
-        if span.embeds is not None:
+    def _encode(self, request: Request, span: MediaSpan) -> None:
+        """What comes of it is in the inbox, sooner or later."""
+        requests = self._encoding.setdefault(span.key, [])
+        if request in requests:
             return
-        span.embeds = self._encoded.get(span.key)
-        if span.embeds is not None:
+        requests.append(request)
+        if len(requests) > 1:
+            return
+        known = self._encoded.get(span.key)
+        if known is not None:
             self._stats.encoder_hits += 1
+            self._inbox.put(Encoded(span.key, known))
+        else:
+            self._stats.encoder_misses += 1
+            self._encoder.submit(self._encode_now, span, requests)
+
+    def _encode_now(self, span: MediaSpan, requests: list[Request]) -> None:
+        """In the encoder's thread; the list grows meanwhile."""
+        embeds: torch.Tensor | None = None
+        error: Exception | None = None
+        try:
+            if not all(request.cancelled for request in requests):
+                with torch.inference_mode():
+                    embeds = self._runner.encode(span.item)
+        except Exception as raised:  # noqa: BLE001  # a border, as above
+            error = raised
+        self._inbox.put(Encoded(span.key, embeds, error))
+
+    def _take(self, done: Encoded) -> None:
+        requests = self._encoding.pop(done.key)
+        if done.error:
+            failure = as_serving_error(done.error)
+            for request in requests:
+                self._fail(request, failure)
+        if done.embeds is None:  # it broke, or nobody waited when its turn came
             return
-        self._stats.encoder_misses += 1
-        span.embeds = self._runner.encode(span.item)
-        self._encoded.put(span.key, span.embeds)
+        self._encoded.put(done.key, done.embeds)
+        for sequence in self._scheduler:
+            if sequence.request in requests:
+                for span in sequence.spans:
+                    if span.key == done.key:
+                        span.embeds = done.embeds
 
     def _forward(self, batch: list[Chunk]) -> list[tuple[list[Chunk], torch.Tensor]]:
         """Chunks and their logits. Where the batch breaks each is tried alone, and whoever breaks fails."""
@@ -218,6 +261,15 @@ class BatchedEngine(ThreadedEngine):
         for sequence in [each for each in self._scheduler if each.request is request]:
             self._runner.clear(self._scheduler.discard(sequence))
         self._tell(request, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What came of an item: embeddings, an error, or nothing, as nobody waited any more."""
+
+    key: bytes
+    embeds: torch.Tensor | None
+    error: Exception | None = None
 
 
 class EncoderCache:

@@ -1,13 +1,14 @@
 """The model under the batched engine: one seam to every family, and a paged cache under its attention.
 
 The seam is what a family's own `forward` hands to its language model: embeddings. So an item is encoded by
-running that `forward` on the item alone with the language model left out, and a step runs the language model
-alone. Positions are those that the family's own `generate` would count. Attention is ours in a step, by a
-name that the language model's config has for so long.
+running that `forward` on the item alone with the language model left out, in a thread of its own, and a step
+runs the language model alone. Positions are those that the family's own `generate` would count. Attention is
+ours in a step, by a name that the language model's config has for so long.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -114,11 +115,12 @@ def _agrees(model: Any) -> bool:
 
 
 class Runner:
-    """Everything that touches tensors, but for sampling. For one thread."""
+    """Everything that touches tensors, but for sampling. For one thread, and one more for `encode`."""
 
     def __init__(self, model: Any, num_blocks: int) -> None:
         self._model = model
         self._decoder = model.get_decoder()
+        self._front = _without(model.base_model, self._decoder)
         self._embed = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
         self._generate_accepts = frozenset(inspect.signature(model.forward).parameters)
@@ -157,8 +159,7 @@ class Runner:
         inputs = assemble(prompt, [item], self._accepts, self._model.dtype)
         inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
         on_device = {name: _moved(tensor, self._model.device) for name, tensor in inputs.items()}
-        with self._without_decoder():
-            embeds: torch.Tensor = self._model.base_model(**on_device)[0][0]
+        embeds: torch.Tensor = self._front(**on_device)[0][0]
         return embeds
 
     def _around(self, prompt: Prompt, item: EngineItem) -> torch.Tensor:
@@ -219,16 +220,27 @@ class Runner:
         finally:
             config._attn_implementation = usual
 
-    @contextmanager
-    def _without_decoder(self) -> Iterator[None]:
-        def forward(inputs_embeds: torch.Tensor, **others: Any) -> BaseModelOutputWithPast:
-            return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
-        self._decoder.forward = forward
-        try:
-            yield
-        finally:
-            del self._decoder.forward
+def _without(whole: Any, decoder: Any) -> Any:
+    """A model on the same weights that gives the embeddings which `whole` hands to its language model."""
+
+    def forward(inputs_embeds: torch.Tensor, **others: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+    if whole is decoder:  # of text alone
+        copied = copy.copy(decoder)
+        copied.forward = forward
+        return copied
+    copied = copy.copy(whole)
+    copied._modules = {
+        name: _without(module, decoder) if _holds(module, decoder) else module
+        for name, module in whole._modules.items()
+    }
+    return copied
+
+
+def _holds(module: Any, decoder: Any) -> bool:
+    return module is not None and any(each is decoder for each in module.modules())
 
 
 def _lay_by_columns(tied: torch.Tensor, *modules: torch.nn.Module) -> None:

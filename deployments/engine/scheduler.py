@@ -18,6 +18,8 @@ from deployments.engine.threaded import Request
 
 READING = 2
 LEAST_READ = 64  # tokens; fewer at a time would cost much more each
+PATIENCE = 64  # prompts that came later and may pass one
+AHEAD = 4  # prompts whose items are being encoded
 REFRESHED = 16  # steps; then one reads nothing, for the time that answers take by themselves
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class Sequence:
         self.has_read = False  # whether the prompt was computed once
         self.cached_tokens = 0  # of the prompt, found in the cache
         self.started = 0.0  # time.perf_counter() of the first admission
+        self.passed = 0  # so many prompts came later and were put in front of it
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -87,6 +90,33 @@ class Sequence:
     def is_answering(self) -> bool:
         """Whether only its next token is to be computed."""
         return self.has_read and self.computed == len(self) - 1
+
+    @property
+    def missing(self) -> MediaSpan | None:
+        """The first item that has to be encoded before all of the prompt can be read."""
+        if self.has_read:
+            return None
+        return next((each for each in self.spans if each.embeds is None and each.end > self.computed), None)
+
+    def readable(self, end: int) -> int:
+        """How far the prompt can be read now, up to `end` at most. For the few tokens before an item that is
+        being encoded there is no step of their own."""
+        missing = self.missing
+        if missing is None:
+            return min(end, len(self))
+        return self.computed if missing.offset - self.computed < LEAST_READ else min(end, missing.offset)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether one step reads all of its prompt that is left, in about the time of an answer's token."""
+        return not self.is_answering and len(self) - self.computed <= LEAST_READ and self.missing is None
+
+    def may_pass(self, other: Sequence) -> bool:
+        """In the queue, where it came later. Nobody passes one that ran before and had to give way."""
+        if other.started or other.passed == PATIENCE:
+            return False
+        is_ready = self.missing is None and other.missing is not None
+        return is_ready or (self.is_short and not other.is_short)
 
     def name(self, block: int) -> bytes:
         """Of a block whose tokens are all known. An image counts as what is in it, not as its placeholder."""
@@ -132,7 +162,10 @@ class Chunk:
 
 class Scheduler:
     """First come, first served. Whoever runs and has read its prompt gets one token in each step; besides,
-    prompts are read in order, up to `step_tokens` in a step, and media encoded likewise.
+    prompts are read in order, up to `step_tokens` in a step, as far as their media are encoded.
+
+    Short prompts count as answers do: each is read at once, and beside them little else is. They pass longer
+    ones, and prompts without items those that have some; nobody is passed more than PATIENCE times.
 
     A sequence is admitted when the cache has room for all it has so far. When room for more runs out, the
     last come goes back to the head of the queue, and reads all its tokens again later.
@@ -150,21 +183,22 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
+    def add(self, sequence: Sequence) -> None:
+        place = len(self.waiting)
+        while place and sequence.may_pass(self.waiting[place - 1]):
+            place -= 1
+            self.waiting[place].passed += 1
+        self.waiting.insert(place, sequence)
+
     def schedule(self) -> list[Chunk]:
-        """What to compute next; empty only when there is nothing to do."""
-        tokens = self.pace.tokens(any(sequence.is_answering for sequence in self.running))
-        budget = _Budget(tokens, tokens)
-        chunks: list[Chunk] = []
-        for sequence in list(self.running):
-            if not self._grow(sequence):
-                return chunks  # it was the last, and is out
-            chunks += budget.chunk(sequence)
-            if sequence is self.running[-1]:
-                break  # those behind it had to give way
-        while self.waiting and len(self.running) < self.max_running and budget.tokens > 0:
-            if not self._admit(self.waiting[0]):
-                break
-            self.running.append(self.waiting.popleft())
+        """What to compute next; empty when there is nothing to do before some item is encoded."""
+        has_room = self._grow_all()
+        while has_room and self.waiting and self.waiting[0].is_short and self._admit():
+            pass
+        hurried = any(sequence.is_answering or sequence.is_short for sequence in self.running)
+        budget = _Budget(self.pace.most, self.pace.tokens(hurried))
+        chunks = [chunk for sequence in self.running for chunk in budget.chunk(sequence)]
+        while has_room and self.waiting and budget.long > 0 and self._admit():
             chunks += budget.chunk(self.running[-1])
         return chunks
 
@@ -191,8 +225,16 @@ class Scheduler:
         self.remove(sequence)
         return broken
 
+    def _grow_all(self) -> bool:
+        """Room for everyone's next token; False where some had to give way to others."""
+        before = self.preemptions
+        for sequence in list(self.running):
+            if not self._grow(sequence) or sequence is self.running[-1]:
+                break  # those behind it are out
+        return self.preemptions == before
+
     def _grow(self, sequence: Sequence) -> bool:
-        """Room for the next token; False where the sequence itself had to give way."""
+        """False where the sequence itself had to give way."""
         while len(sequence) > len(sequence.blocks) * BLOCK:
             if self.pool.num_free:
                 sequence.blocks.append(self.pool.allocate())
@@ -205,9 +247,13 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, sequence: Sequence) -> bool:
-        if sequence.leader and not sequence.leader.has_read:
+    def _admit(self) -> bool:
+        """The first in the queue, if there is room for it."""
+        sequence = self.waiting[0]
+        if len(self.running) == self.max_running or (sequence.leader and not sequence.leader.has_read):
             return False
+        if sequence.missing and sum(each.missing is not None for each in self.running) >= AHEAD:
+            return False  # it would hold its place in vain
         # The last token is computed in any case: its logits are wanted.
         names = [sequence.name(block) for block in range((len(sequence) - 1) // BLOCK)]
         found = self.pool.find(names)
@@ -221,6 +267,7 @@ class Scheduler:
         sequence.computed = len(found) * BLOCK
         if not sequence.started:  # later on it may find what it computed itself
             sequence.cached_tokens = sequence.computed
+        self.running.append(self.waiting.popleft())
         return True
 
     def _release(self, sequence: Sequence) -> None:
@@ -235,15 +282,16 @@ class Pace:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._tokens = LEAST_READ
         self._answers_s = 0.0  # a step's time without reading
         self._steps = 0  # since that was taken
 
-    def tokens(self, beside_answers: bool) -> int:
-        if not beside_answers:
-            return self._most
-        return min(self._most, self._tokens) if self._steps < REFRESHED else 0
+    def tokens(self, hurried: bool) -> int:
+        """Of prompts that are not short; `hurried`: beside answers, or prompts that are."""
+        if not hurried:
+            return self.most
+        return min(self.most, self._tokens) if self._steps < REFRESHED else 0
 
     def took(self, seconds: float, num_read: int) -> None:
         """Of one step."""
@@ -258,22 +306,19 @@ class Pace:
 
 @dataclass(slots=True)
 class _Budget:
-    tokens: int  # of prompts
-    encoded: int  # tokens of media; the item that uses it up is encoded whole
+    """Tokens of prompts that a step may read."""
+
+    tokens: int
+    long: int  # of those, of prompts that are not short
 
     def chunk(self, sequence: Sequence) -> list[Chunk]:
-        """One chunk, or none where the budget is spent."""
+        """One chunk, or none where the budget is spent or an item comes next that is not encoded."""
         start, end = sequence.computed, len(sequence)
+        if sequence.is_short:
+            end = min(end, start + self.tokens)
+        elif not sequence.is_answering:
+            end = sequence.readable(start + min(self.tokens, self.long))
+            self.long -= end - start
         if not sequence.is_answering:
-            end = self._encodable(Chunk(sequence, start, min(end, start + self.tokens)))
             self.tokens -= end - start
         return [Chunk(sequence, start, end)] if end > start else []
-
-    def _encodable(self, chunk: Chunk) -> int:
-        """How far the chunk may go."""
-        for span in chunk.spans if chunk.num_tokens else ():
-            if span.embeds is None:
-                if self.encoded <= 0:
-                    return max(span.offset, chunk.start)
-                self.encoded -= span.item.features.num_tokens
-        return chunk.end

@@ -87,7 +87,7 @@ class ThreadedEngine:
     def __init__(self, spec: ModelSpec, max_open: int) -> None:
         self._spec = spec
         self._max_open = max_open  # requests that run or wait
-        self._inbox: SimpleQueue[Request | None] = SimpleQueue()  # None: close
+        self._inbox: SimpleQueue[Any] = SimpleQueue()  # requests, and what subclasses put there; None: close
         self._news: list[tuple[Output, Delta | ServingError]] = []  # not delivered yet; the thread's alone
         self._open: set[Request] = set()
         self._lock = threading.Lock()  # guards _open and _stopped
@@ -149,7 +149,7 @@ class ThreadedEngine:
                 self._news += [(request.output, StageUnavailable(_DIED)) for request in self._open]
             self._deliver()
 
-    def _arrivals(self, wait: bool) -> Iterable[Request | None]:
+    def _arrivals(self, wait: bool) -> Iterable[Any]:
         """What is in the inbox; with `wait`, at least one."""
         if wait:
             yield self._inbox.get()
