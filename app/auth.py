@@ -40,7 +40,8 @@ def _keys(file: str) -> Iterator[str]:
         lines = (line.partition("#")[0].strip() for line in _read(file).splitlines())
         yield from _checked(lines, file)
     if ENVIRONMENT in os.environ:
-        yield from _checked((key.strip() for key in os.environ[ENVIRONMENT].split(",")), ENVIRONMENT)
+        keys = (key.strip() for key in os.environ[ENVIRONMENT].split(","))
+        yield from _checked(keys, f"the environment variable {ENVIRONMENT}")
 
 
 def _read(file: str) -> str:

@@ -82,7 +82,7 @@ class AppConfig(BaseModel):
     @field_validator("api_keys_file")
     @classmethod
     def _keys_can_be_read(cls, file: str) -> str:
-        key_digests(file)
+        key_digests(file)  # and those of the environment
         return file
 
     @model_validator(mode="after")

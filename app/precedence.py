@@ -10,7 +10,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_GIVEN_S = 0.05  # what a body may always wait, beyond the time for which it was read
+_GIVEN_S = 0.05  # what a body may wait beyond the time for which it was read
+_AT_ONCE_S = 0.25  # at most in one piece: longer waits of a text are for something else
 
 
 class Precedence:
@@ -64,7 +65,7 @@ class Way:
     async def give(self) -> None:
         """Returns when nobody has precedence."""
         stopped = self._clock()
-        self._credit_s += stopped - self._at
+        self._credit_s = min(self._credit_s + stopped - self._at, _AT_ONCE_S)
         if not self._nobody.is_set() and self._credit_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._credit_s):

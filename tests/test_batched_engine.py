@@ -242,19 +242,23 @@ async def test_the_encoder_cache_is_bounded_and_spares_the_encoder() -> None:
         assert stats.encoder_bytes == 2 * size
 
 
+def encoded(chosen: Family, item: EngineItem) -> EngineItem:
+    """The same as embeddings, as a client may send them; of LLaVA."""
+    with torch.no_grad():
+        pixels = torch.from_numpy(item.arrays["pixel_values"])
+        (embeds,) = chosen.model.model.get_image_features(pixels, return_dict=True).pooler_output
+    shapes = {"image_embeds": (tuple(embeds.shape), "float32")}
+    return replace(
+        item, arrays={"image_embeds": embeds.numpy()}, features=replace(item.features, shapes=shapes)
+    )
+
+
 async def test_ready_embeddings_take_the_place_of_an_item() -> None:
     chosen = family("llava")
     item = chosen.item(1)
-    pixels = torch.from_numpy(item.arrays["pixel_values"])
-    with torch.no_grad():
-        (embeds,) = chosen.model.model.get_image_features(pixels, return_dict=True).pooler_output
-    shapes = {"image_embeds": (tuple(embeds.shape), "float32")}
-    ready = replace(
-        item, arrays={"image_embeds": embeds.numpy()}, features=replace(item.features, shapes=shapes)
-    )
     prompt = batched_families.prompt(1, [item])
     with running(chosen.model) as engine:
-        assert await answer(engine, prompt, [ready]) == generated(chosen, prompt, [item])
+        assert await answer(engine, prompt, [encoded(chosen, item)]) == generated(chosen, prompt, [item])
 
 
 async def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
@@ -461,15 +465,15 @@ class HeldEncoder:
     def __init__(self, engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
         self.may, self._has_begun = threading.Semaphore(0), threading.Semaphore(0)
-        encode = engine._runner.encode
+        encode = engine._runner._encoded
 
-        def held(item: EngineItem) -> torch.Tensor:
+        def held(prompt: Prompt, item: EngineItem) -> torch.Tensor:
             self.begun.append(item.features.digest)
             self._has_begun.release()
             self.may.acquire()
-            return encode(item)
+            return encode(prompt, item)
 
-        monkeypatch.setattr(engine._runner, "encode", held)
+        monkeypatch.setattr(engine._runner, "_encoded", held)
 
     async def begin(self) -> None:
         """Returns when it has begun one more."""
@@ -487,6 +491,45 @@ async def test_texts_are_answered_while_an_item_is_encoded(monkeypatch: pytest.M
         encoder.may.release(9)
         assert await image == expected
         assert not any(embeds.requires_grad for embeds in engine._encoded._items.values())  # would keep all
+
+
+async def test_what_need_not_be_encoded_does_not_wait_for_what_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = family("llava")
+    known, sent, *others = (chosen.item(seed) for seed in range(6))
+    ready = [[known], [encoded(chosen, sent)]]
+    with running(chosen.model, Limits(max_running=9)) as engine:
+        expected = [await answer(engine, batched_families.prompt(0, items), items) for items in ready]
+        encoder = HeldEncoder(engine, monkeypatch)
+        slow = [
+            asyncio.create_task(answer(engine, batched_families.prompt(1, [item]), [item])) for item in others
+        ]
+        await encoder.begin()
+        assert [await answer(engine, batched_families.prompt(0, items), items) for items in ready] == expected
+        encoder.may.release(9)
+        await asyncio.gather(*slow)
+
+
+async def test_hits_do_not_fill_the_encoder_cache() -> None:
+    chosen = family("llava")
+    items = [chosen.item(1)]
+    with running(chosen.model) as engine:
+        await answer(engine, batched_families.prompt(0, items), items)
+        num_bytes = engine.stats().encoder_bytes
+        for seed in range(3):
+            await answer(engine, batched_families.prompt(seed, items), items)
+        assert (engine.stats().encoder_bytes, engine.stats().encoder_misses) == (num_bytes, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_encoder_that_dies_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, items, _ = next(each for each in requests("llava") if each[1])
+    with running(family("llava").model) as engine:
+        monkeypatch.setattr(engine._runner, "encode", lambda _: _die())
+        with pytest.raises(StageUnavailable):
+            await answer(engine, prompt, items)
+        engine._thread.join()
+        with pytest.raises(StageUnavailable):
+            engine.check_health()
 
 
 async def test_items_of_several_requests_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

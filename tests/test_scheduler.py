@@ -125,17 +125,46 @@ async def test_a_prompt_is_read_as_far_as_its_items_are_encoded() -> None:
     assert step(chosen)[0] == (1000, 70, 70 + LEAST_READ)
 
 
-async def test_few_prompts_wait_for_items_and_those_without_pass() -> None:
-    chosen = scheduler(blocks=200, max_running=20, step_tokens=512)
+async def test_few_prompts_wait_for_items_and_hold_nobody_up() -> None:
+    chosen = scheduler(blocks=300, max_running=99, step_tokens=512)
     for first in range(1000, 11000, 1000):
         chosen.add(await sequence(70, first, [span(0, 70)]))
     assert chosen.schedule() == []
     assert len(chosen.running) == AHEAD
-    chosen.add(await sequence(100, 20000))
-    chosen.add(await sequence(5, 30000))
+    for number in range(2 * PATIENCE):  # more than anybody lets pass
+        chosen.add(await sequence(5, 20000 + number))
+        (chunk,) = chosen.schedule()
+        assert (chunk.sequence.token_ids[0], chunk.num_tokens) == (20000 + number, 5)
+        chosen.remove(chunk.sequence)
+    chosen.add(await sequence(100, 30000))
+    chosen.add(await sequence(5, 40000))
     chunks = chosen.schedule()
-    assert [(chunk.sequence.token_ids[0], chunk.num_tokens) for chunk in chunks] == [(30000, 5), (20000, 64)]
+    assert [(chunk.sequence.token_ids[0], chunk.num_tokens) for chunk in chunks] == [(40000, 5), (30000, 64)]
     assert len(chosen.running) == AHEAD + 2
+
+
+async def test_what_was_found_in_the_cache_is_encoded_once_it_must_be_read() -> None:
+    chosen = scheduler()
+    chosen.add(await sequence(40, 1000, [span(0, 20)]))
+    chosen.schedule()
+    (item,) = chosen.running[0].spans
+    chosen.running[0].computed = 32  # as if found
+    step(chosen)
+    assert chosen.running[0].has_read
+    assert item.embeds is None
+    again = chosen.running[0]
+    chosen.remove(again)
+    chosen.waiting.append(again)  # as one that had to give way
+    assert again.missing is item
+    assert chosen.schedule() == []
+
+
+async def test_who_is_removed_keeps_nobody_waiting() -> None:
+    chosen = scheduler()
+    leader = await sequence(50, 1000)
+    chosen.waiting.extend([leader, await sequence(50, 2000, leader=leader), await sequence(3, 3000)])
+    chosen.remove(leader)
+    assert step(chosen)[0] == (2000, 0, 32)
 
 
 async def test_a_short_prompt_passes_others_and_little_is_done_beside_it() -> None:
@@ -147,7 +176,7 @@ async def test_a_short_prompt_passes_others_and_little_is_done_beside_it() -> No
     chosen.add(await sequence(LEAST_READ, 4000))
     chosen.add(await sequence(LEAST_READ + 1, 5000))
     chosen.add(await sequence(2, 6000))
-    assert [each.token_ids[0] for each in chosen.waiting] == [4000, 6000, 2000, 5000, 3000]
+    assert [each.token_ids[0] for each in chosen.waiting] == [4000, 6000, 2000, 3000, 5000]
     assert step(chosen) == [(1000, 512, 576), (4000, 0, 64)]
     chosen.max_running = 8
     assert step(chosen) == [(1000, 576, 600), (4000, 64, 65), (6000, 0, 2), (2000, 0, 64)]

@@ -13,7 +13,7 @@ import torch
 
 from deployments.engine.base import EngineStats
 from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
-from deployments.engine.inputs import hidden_size
+from deployments.engine.inputs import hidden_size, is_embedded
 from deployments.engine.runner import Runner, bytes_per_token
 from deployments.engine.sampler import Sampled, SamplerState, sample
 from deployments.engine.scheduler import Chunk, MediaSpan, Scheduler, Sequence
@@ -128,6 +128,8 @@ class BatchedEngine(ThreadedEngine):
         sampling = request.sampling
         try:
             token_ids, spans, positions, delta = self._runner.read(request.prompt, request.items)
+            for span in spans:
+                span.embeds = self._at_hand(span)
         except Exception as error:  # noqa: BLE001  # a border: whatever breaks in here, breaks one request
             self._tell(request, as_serving_error(error))
             return
@@ -161,6 +163,14 @@ class BatchedEngine(ThreadedEngine):
             if span := sequence.missing:
                 self._encode(sequence.request, span)
 
+    def _at_hand(self, span: MediaSpan) -> torch.Tensor | None:
+        """What need not be encoded, or was before."""
+        if is_embedded(span.item):
+            return self._runner.encode(span.item)
+        known = self._encoded.get(span.key)
+        self._stats.encoder_hits += known is not None
+        return known
+
     def _encode(self, request: Request, span: MediaSpan) -> None:
         """What comes of it is in the inbox, sooner or later."""
         requests = self._encoding.setdefault(span.key, [])
@@ -169,7 +179,7 @@ class BatchedEngine(ThreadedEngine):
         requests.append(request)
         if len(requests) > 1:
             return
-        known = self._encoded.get(span.key)
+        known = self._encoded.get(span.key)  # since the request came
         if known is not None:
             self._stats.encoder_hits += 1
             self._inbox.put(Encoded(span.key, known))
@@ -180,18 +190,20 @@ class BatchedEngine(ThreadedEngine):
     def _encode_now(self, span: MediaSpan, requests: list[Request]) -> None:
         """In the encoder's thread; the list grows meanwhile."""
         embeds: torch.Tensor | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             if not all(request.cancelled for request in requests):
                 with torch.inference_mode():
                     embeds = self._runner.encode(span.item)
-        except Exception as raised:  # noqa: BLE001  # a border, as above
+        except BaseException as raised:  # noqa: BLE001  # told to the engine's thread
             error = raised
         self._inbox.put(Encoded(span.key, embeds, error))
 
     def _take(self, done: Encoded) -> None:
         requests = self._encoding.pop(done.key)
         if done.error:
+            if not isinstance(done.error, Exception):
+                raise done.error
             failure = as_serving_error(done.error)
             for request in requests:
                 self._fail(request, failure)
@@ -269,7 +281,7 @@ class Encoded:
 
     key: bytes
     embeds: torch.Tensor | None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class EncoderCache:
@@ -288,6 +300,8 @@ class EncoderCache:
         return embeds
 
     def put(self, key: bytes, embeds: torch.Tensor) -> None:
+        if key in self._items:
+            return
         self._items[key] = embeds
         self.num_bytes += embeds.nbytes
         while self.num_bytes > self._max_bytes:

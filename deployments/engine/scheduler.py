@@ -18,7 +18,7 @@ from deployments.engine.threaded import Request
 
 READING = 2
 LEAST_READ = 64  # tokens; fewer at a time would cost much more each
-PATIENCE = 64  # prompts that came later and may pass one
+PATIENCE = 64  # short prompts that a longer one lets pass
 AHEAD = 4  # prompts whose items are being encoded
 REFRESHED = 16  # steps; then one reads nothing, for the time that answers take by themselves
 
@@ -77,7 +77,7 @@ class Sequence:
         self.has_read = False  # whether the prompt was computed once
         self.cached_tokens = 0  # of the prompt, found in the cache
         self.started = 0.0  # time.perf_counter() of the first admission
-        self.passed = 0  # so many prompts came later and were put in front of it
+        self.passed = 0  # so many short prompts came later and are in front of it
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -94,7 +94,7 @@ class Sequence:
     @property
     def missing(self) -> MediaSpan | None:
         """The first item that has to be encoded before all of the prompt can be read."""
-        if self.has_read:
+        if self.computed >= self.num_prompt:
             return None
         return next((each for each in self.spans if each.embeds is None and each.end > self.computed), None)
 
@@ -113,10 +113,7 @@ class Sequence:
 
     def may_pass(self, other: Sequence) -> bool:
         """In the queue, where it came later. Nobody passes one that ran before and had to give way."""
-        if other.started or other.passed == PATIENCE:
-            return False
-        is_ready = self.missing is None and other.missing is not None
-        return is_ready or (self.is_short and not other.is_short)
+        return self.is_short and not (other.is_short or other.started) and other.passed < PATIENCE
 
     def name(self, block: int) -> bytes:
         """Of a block whose tokens are all known. An image counts as what is in it, not as its placeholder."""
@@ -165,7 +162,8 @@ class Scheduler:
     prompts are read in order, up to `step_tokens` in a step, as far as their media are encoded.
 
     Short prompts count as answers do: each is read at once, and beside them little else is. They pass longer
-    ones, and prompts without items those that have some; nobody is passed more than PATIENCE times.
+    ones in the queue, of which each is passed PATIENCE times at most. Who waits for an item, or would only
+    wait for one, holds nobody up.
 
     A sequence is admitted when the cache has room for all it has so far. When room for more runs out, the
     last come goes back to the head of the queue, and reads all its tokens again later.
@@ -193,13 +191,13 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """What to compute next; empty when there is nothing to do before some item is encoded."""
         has_room = self._grow_all()
-        while has_room and self.waiting and self.waiting[0].is_short and self._admit():
+        while has_room and (head := self._head()) and head.is_short and self._admit(head):
             pass
         hurried = any(sequence.is_answering or sequence.is_short for sequence in self.running)
         budget = _Budget(self.pace.most, self.pace.tokens(hurried))
         chunks = [chunk for sequence in self.running for chunk in budget.chunk(sequence)]
-        while has_room and self.waiting and budget.long > 0 and self._admit():
-            chunks += budget.chunk(self.running[-1])
+        while has_room and budget.long > 0 and (head := self._head()) and self._admit(head):
+            chunks += budget.chunk(head)
         return chunks
 
     def commit(self, chunk: Chunk) -> None:
@@ -216,6 +214,9 @@ class Scheduler:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
+        if not sequence.has_read:
+            for other in self.waiting:
+                other.leader = None if other.leader is sequence else other.leader
 
     def discard(self, sequence: Sequence) -> list[int]:
         """Removes a sequence that broke; its blocks, but for those that others share, are to be cleared."""
@@ -247,13 +248,22 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self) -> bool:
-        """The first in the queue, if there is room for it."""
-        sequence = self.waiting[0]
-        if len(self.running) == self.max_running or (sequence.leader and not sequence.leader.has_read):
+    def _head(self) -> Sequence | None:
+        """Who is the next to be admitted."""
+        is_full = sum(each.missing is not None for each in self.running) >= AHEAD
+        return next(
+            (
+                each
+                for each in self.waiting
+                if not (is_full and each.missing) and (each.leader is None or each.leader.has_read)
+            ),
+            None,
+        )
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Whether there is room for it."""
+        if len(self.running) == self.max_running:
             return False
-        if sequence.missing and sum(each.missing is not None for each in self.running) >= AHEAD:
-            return False  # it would hold its place in vain
         # The last token is computed in any case: its logits are wanted.
         names = [sequence.name(block) for block in range((len(sequence) - 1) // BLOCK)]
         found = self.pool.find(names)
@@ -267,7 +277,8 @@ class Scheduler:
         sequence.computed = len(found) * BLOCK
         if not sequence.started:  # later on it may find what it computed itself
             sequence.cached_tokens = sequence.computed
-        self.running.append(self.waiting.popleft())
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
         return True
 
     def _release(self, sequence: Sequence) -> None:
