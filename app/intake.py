@@ -46,7 +46,7 @@ SEGMENT_BYTES = 8 * 1024 * 1024  # of a string that leave together; one that has
 _SLICE = 256 * 1024  # bytes of a step that takes a fixed number of passes at memory speed; uvicorn's chunk
 _CAREFUL = 16 * 1024  # bytes of a step whose cost depends on the content: all quotes, all escapes
 _PIECE = 32 * 1024  # pieces of a long string that are smaller are joined on the way
-_LARGE_BYTES = 2**20
+_LARGE_BYTES = 2**20  # smaller ones are there before they could give way
 _PUTS = 2  # segments of one body on their way to the object store; more, and its client must wait
 
 # Text and complete strings; stops at the quote of a string that is still open.

@@ -250,6 +250,8 @@ class Scheduler:
 
     def _head(self) -> Sequence | None:
         """Who is the next to be admitted."""
+        if not self.waiting:
+            return None
         is_full = sum(each.missing is not None for each in self.running) >= AHEAD
         return next(
             (
