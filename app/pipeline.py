@@ -57,6 +57,7 @@ from deployments.types import (
     MediaOptions,
     MediaSource,
     MMFeatures,
+    MMItem,
     Modality,
     ModelSpec,
     Name,
@@ -70,6 +71,9 @@ from deployments.types import (
 
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
+
+# An image of so many bytes as text seldom has more features than a message should hold; see `Pipeline._read`.
+_SMALL_IMAGE = 48 * 1024
 
 # What is decoded where it is processed, in bytes of its text. Other work waits for it there.
 _READ_AT_ONCE = {Modality.IMAGE: math.inf, Modality.AUDIO: 32 * 1024}
@@ -340,22 +344,33 @@ class Pipeline:
     async def _read(self, item: Item, source: MediaSource, terms: _Terms) -> list[PreparedItem]:
         """Decoded where it is processed: one hop, and a copy of what was decoded, less."""
         name = terms.name(item)
-        stage = self._stages.preprocessor.options(session_id=_place(name or source.sample))
-        done, timing = await _call_in_time(
-            stage.read,
-            source,
-            terms.options,
-            terms.settings,
-            name,
-            stage="MMPreprocessor",
-            deadline=terms.deadline,
-            modality=source.modality,
-        )
+        is_small = sum(payload.nbytes for payload in source.payloads) <= _SMALL_IMAGE
+        done, timing = await self._call_read(source, name, terms, by_reference=not is_small)
+        if done.features.payload.is_left_out:
+            done, timing = await self._call_read(source, name, terms, by_reference=True)
         terms.room.take(done.features.length, item.param)
         _count_bytes("MMPreprocessor", source.modality, done.media.num_bytes, done.features.payload.nbytes)
         loading, processing = timing.split(done.media.service_ms)
         timings = {"load": loading, "preprocess": processing}
         return [PreparedItem(item, done.features, timings, done.media.num_bytes, done.media)]
+
+    async def _call_read(
+        self, source: MediaSource, name: Name | None, terms: _Terms, by_reference: bool
+    ) -> tuple[MMItem, Timing]:
+        place = _place(name or source.sample)
+        stage = self._stages.preprocessor.options(session_id=place, _by_reference=by_reference)
+        answer: tuple[MMItem, Timing] = await _call_in_time(
+            stage.read,
+            source,
+            terms.options,
+            terms.settings,
+            name,
+            by_reference,
+            stage="MMPreprocessor",
+            deadline=terms.deadline,
+            modality=source.modality,
+        )
+        return answer
 
     async def _load_and_process(
         self, items: list[Item], sources: list[MediaSource], terms: _Terms

@@ -17,9 +17,20 @@ from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.joining import join_rule, part
 from deployments.multimodal.pixel_layout import channels_first, without_relayout
+from deployments.multimodal.pixel_table import AS_BYTES, learn
 from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.multimodal.settings import ProcessorSettings, as_kwargs, settings_of
-from deployments.types import Arrays, Edges, InputSpec, Media, MediaOptions, MMFeatures, Modality, Payload
+from deployments.types import (
+    Arrays,
+    Edges,
+    InputSpec,
+    Media,
+    MediaOptions,
+    MMFeatures,
+    Modality,
+    Payload,
+    Tables,
+)
 
 MIN_AUDIO_S = 0.3  # shorter clips are padded with silence: the encoders make no token of them
 DEFAULT_FPS = 2.0  # frames a second of video, where the checkpoint says neither that nor a number of frames
@@ -37,6 +48,7 @@ class Processed:
     edges: Edges
     digest: str  # of all that shaped this
     family: str  # class of the processor
+    tables: Tables
 
     def record(self, payload: Payload, service_ms: float = 0.0) -> MMFeatures:
         """What other stages get, with `features` in the payload."""
@@ -46,10 +58,14 @@ class Processed:
             num_tokens=self.num_tokens,
             replacement=run_lengths(self.token_ids),
             payload=payload,
-            shapes={name: (array.shape, array.dtype.name) for name, array in self.features.items()},
+            shapes={
+                name: (array.shape, "float32" if name in self.tables else array.dtype.name)
+                for name, array in self.features.items()
+            },
             service_ms=service_ms,
             edges=self.edges,
             family=self.family,
+            tables=self.tables,
         )
 
 
@@ -69,6 +85,7 @@ class ItemProcessor:
         self.family = type(processor).__name__
         self.placeholders = placeholders_of(processor)
         self.together: frozenset[Modality] = frozenset()  # set by deployments.exactness
+        self._tables: dict[Modality, Tables] = {}
         seams = _seam_tokens(processor)
         self._seam_ids = frozenset(getattr(processor, "tokenizer", processor).convert_tokens_to_ids(seams))
         self._walls = {m: _walls(processor, m, token, seams) for m, token in self.placeholders.items()}
@@ -85,6 +102,16 @@ class ItemProcessor:
             embeds=embeds_forms(self.placeholders, lambda *item: self.process([item])[0]),
         )
 
+    def learn_tables(self, item: tuple[Media, Arrays]) -> None:
+        """From now on features of this modality are bytes and tables, where these give every bit.
+
+        `item`: has every value of a byte in each channel, after it was resized, too.
+        """
+        modality = item[0].modality
+        *_, exact = self._call(modality, [item], {}, as_bytes=False)
+        *_, raw = self._call(modality, [item], {}, as_bytes=True)
+        self._tables[modality] = learn(exact, raw)
+
     def process(
         self, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
     ) -> list[Processed]:
@@ -94,11 +121,8 @@ class ItemProcessor:
         """
         modality = items[0][0].modality
         own = self._own(modality, settings)
-        values = self._call(modality, items, own)
-        replacements = [offset["replacement"] for offset in values.pop(_OFFSETS)[0]]
-        text_ids: list[int] = values.pop("input_ids")[0].tolist()
-        values.pop("attention_mask", None)
-        arrays = {name: np.ascontiguousarray(value) for name, value in values.items()}
+        tables = self._tables.get(modality, {})
+        replacements, text_ids, arrays = self._call(modality, items, own, as_bytes=bool(tables))
         digests = self.digests([media for media, _ in items], own)
         processed = []
         for index, core in enumerate(self._cores(modality, text_ids, len(items))):
@@ -112,7 +136,9 @@ class ItemProcessor:
             edges = self._edges(replacements[index], token_ids)
             num_tokens = self._num_tokens(token_ids)
             processed.append(
-                Processed(modality, token_ids, num_tokens, features, edges, digests[index], self.family)
+                Processed(
+                    modality, token_ids, num_tokens, features, edges, digests[index], self.family, tables
+                )
             )
         return processed
 
@@ -129,12 +155,17 @@ class ItemProcessor:
         return {k: v for k, v in (settings or {}).items() if k in self._settings[modality]}
 
     def _call(
-        self, modality: Modality, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings
-    ) -> dict[str, Any]:
+        self,
+        modality: Modality,
+        items: Sequence[tuple[Media, Arrays]],
+        settings: ProcessorSettings,
+        as_bytes: bool,
+    ) -> tuple[list[str], list[int], Arrays]:
+        """What replaced each placeholder, the token ids of all, and the features."""
         before, after = self._walls[modality]
         arguments = _AS_ARGUMENTS[modality](self.processor, items)
         kwargs = arguments[_KWARGS[modality]]
-        kwargs |= as_kwargs(self.processor, modality, settings)
+        kwargs |= as_kwargs(self.processor, modality, settings) | (AS_BYTES if as_bytes else {})
         kwargs["return_tensors"] = "pt"
         unit = before + self.placeholders[modality] + after
         try:
@@ -149,7 +180,11 @@ class ItemProcessor:
                 f"The model's processor refuses this {modality}: {_in_words(error)}"
             ) from error
         # Not `return_tensors` for all: some processors would make tensors of the offsets, too.
-        return dict(answer.convert_to_tensors("pt", skip_tensor_conversion=[_OFFSETS]))
+        values = dict(answer.convert_to_tensors("pt", skip_tensor_conversion=[_OFFSETS]))
+        replacements = [offset["replacement"] for offset in values.pop(_OFFSETS)[0]]
+        text_ids: list[int] = values.pop("input_ids")[0].tolist()
+        values.pop("attention_mask", None)
+        return replacements, text_ids, {name: np.ascontiguousarray(value) for name, value in values.items()}
 
     @property
     def _between(self) -> str:

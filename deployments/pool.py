@@ -22,8 +22,10 @@ T = TypeVar("T")
 
 
 def lower_priority(niceness: int) -> None:
-    # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
-    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    """At 0 a thread stays at the priority of the event loops, which may be above the normal one."""
+    if niceness:
+        # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _timed(

@@ -127,11 +127,13 @@ class MMPreprocessor:
         options: MediaOptions,
         settings: ProcessorSettings | None,
         name: Name | None,
+        by_reference: bool,
         timeout_s: float,
     ) -> MMItem:
         """An item whose data came in the request, decoded and processed in one go.
 
-        Raises as `MediaLoader.load` and `process` do.
+        Unless `by_reference`, features that are too large for a message are left out. Raises as
+        `MediaLoader.load` and `process` do.
         """
         with let_go_on_error(source.payloads), about(source.param):
             self._check_modality(source.modality)
@@ -140,6 +142,8 @@ class MMPreprocessor:
             if name:
                 self._cache.name(name, done.media)
             self._done += 1
+            if done.features.payload.ref is not None and not by_reference:
+                return replace(done, features=replace(done.features, payload=Payload(0)))
             return done
 
     @served

@@ -17,6 +17,9 @@ class Modality(StrEnum):
 
 Arrays = dict[str, npt.NDArray[Any]]
 
+# Of features that are bytes: what a byte is in each channel, float32[3, 256]. See multimodal/pixel_table.py.
+Tables = dict[str, bytes]
+
 # Plain text that a processor puts right before and after an item's tokens. It grows together with the text
 # around it, so it is encoded with the prompt.
 Edges = tuple[str, str]
@@ -143,9 +146,9 @@ class MMFeatures:
     """One item as the model takes it.
 
     Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
-    `image_grid_thw`, ...), but for the token ids, which are in `replacement`. Of an item that was sent as
-    embeddings: `embeds_name` [num_tokens, hidden size], bfloat16 as its bits in uint16, and the like of
-    `image_grid_thw`.
+    `image_grid_thw`, ...), but for the token ids, which are in `replacement`; those with a table as bytes.
+    Of an item that was sent as embeddings: `embeds_name` [num_tokens, hidden size], bfloat16 as its bits in
+    uint16, and the like of `image_grid_thw`.
     """
 
     modality: Modality | None  # None: prompt embeddings
@@ -153,11 +156,12 @@ class MMFeatures:
     num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
     replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
     payload: Payload
-    shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name)
+    shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name), as the processor's
     service_ms: float = 0.0
     cached: bool = False
     edges: Edges = ("", "")
     family: str = ""  # class of the processor: how features of several items join
+    tables: Tables = field(default_factory=dict)  # for those features of which the payload has bytes
 
     @property
     def length(self) -> int:

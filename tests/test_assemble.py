@@ -124,6 +124,6 @@ def test_features_that_do_not_join_are_an_error_not_a_wrong_input() -> None:
     (first, arrays), (second, _) = image(1), image(2)
     prompt = tokenizer(OMNI).encode(chat(first, second))
     good = engine_item(OMNI, first, arrays)
-    odd = replace(good, arrays=good.arrays | {"pixel_values": np.zeros((4, 5), np.float32)})
+    odd = replace(good, arrays=good.arrays | {"pixel_values": np.zeros((4, 6), np.uint8)})
     with pytest.raises(ServingError, match="pixel_values"):
         assemble(prompt, [good, odd], accepts(OMNI), torch.float32)

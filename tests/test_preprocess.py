@@ -33,6 +33,7 @@ from deployments.item_processor import ItemProcessor
 from deployments.media import MediaConfig, MediaLoader
 from deployments.multimodal import image as images
 from deployments.multimodal.decoding import DecodingCancelled
+from deployments.multimodal.pixel_table import as_processed
 from deployments.payload import pack_pieces, unpack
 from deployments.preprocess import MMPreprocessor, PreprocessConfig
 from deployments.types import Arrays, Media, MediaOptions, MediaSource, Modality, Name, Payload
@@ -59,7 +60,10 @@ async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor)
     assert features.length == features.num_tokens == 16
     arrays = await unpack(features.payload)
     assert arrays.keys() == {"pixel_values", "image_grid_thw"}
-    assert features.shapes == {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+    assert arrays["pixel_values"].dtype == np.uint8  # on its way
+    shapes = {name: (array.shape, array.dtype.name) for name, array in as_processed(features, arrays).items()}
+    assert features.shapes == shapes
+    assert shapes["pixel_values"] == ((64, 768), "float32")
     assert features.service_ms > 0
 
 
@@ -246,7 +250,7 @@ def fresh(**limits: int) -> MMPreprocessor:
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
 async def test_an_image_read_here_is_what_it_is_by_way_of_the_loader(kind: str) -> None:
     picture, options = noise(), MediaOptions(background=(1, 2, 3))
-    done = await fresh().read(await sent(picture, kind), options, None, None, 30)
+    done = await fresh().read(await sent(picture, kind), options, None, None, True, 30)
     media = await MediaLoader(MediaConfig()).load(await sent(picture, kind), options, 30)
     features = await fresh().process(media, None, 30)
     assert replace(done.features, service_ms=0) == replace(features, service_ms=0)  # with all bits of it
@@ -256,8 +260,8 @@ async def test_an_image_read_here_is_what_it_is_by_way_of_the_loader(kind: str) 
 
 async def test_an_image_read_before_is_known_by_content_and_by_name(stage: MMPreprocessor) -> None:
     picture, name = noise(), Name("", Modality.IMAGE, "read")
-    first = await stage.read(await sent(picture), MediaOptions(), None, name, 30)
-    again = await stage.read(await sent(picture), MediaOptions(), None, None, 30)
+    first = await stage.read(await sent(picture), MediaOptions(), None, name, True, 30)
+    again = await stage.read(await sent(picture), MediaOptions(), None, None, True, 30)
     assert (first.features.cached, again.features.cached) == (False, True)
     assert (again.features.digest, again.media.digest) == (first.features.digest, first.media.digest)
     assert again.features.service_ms == 0 < again.media.service_ms  # it was read again, to know it
@@ -269,9 +273,9 @@ async def test_an_image_read_before_is_known_by_content_and_by_name(stage: MMPre
 async def test_images_read_one_after_another_do_not_mix() -> None:
     """They are decoded into the same memory."""
     stage, sources = fresh(), [await sent(noise((64, side)), "jpeg") for side in (64, 48, 64)]
-    done = [await stage.read(source, MediaOptions(), None, None, 30) for source in sources]
+    done = [await stage.read(source, MediaOptions(), None, None, True, 30) for source in sources]
     for source, each in zip(sources, done, strict=True):
-        alone = await fresh().read(source, MediaOptions(), None, None, 30)
+        alone = await fresh().read(source, MediaOptions(), None, None, True, 30)
         assert each.features.payload == alone.features.payload
 
 
@@ -289,7 +293,9 @@ async def test_equal_images_at_once_are_decoded_once(
     monkeypatch.setattr(images, "decode", counting)
     picture = noise()
     sources = [await sent(picture) for _ in range(8)]
-    done = await asyncio.gather(*(stage.read(source, MediaOptions(), None, None, 30) for source in sources))
+    done = await asyncio.gather(
+        *(stage.read(source, MediaOptions(), None, None, True, 30) for source in sources)
+    )
     assert decoded == 1
     assert len({each.features.digest for each in done}) == 1
 
@@ -300,7 +306,7 @@ async def test_equal_images_at_once_are_decoded_once(
 )
 async def test_an_image_read_here_has_the_loaders_limits(limits: dict[str, int], told: str) -> None:
     with pytest.raises(MediaTooLarge, match=told) as caught:
-        await fresh(**limits).read(await sent(noise()), MediaOptions(), None, None, 30)
+        await fresh(**limits).read(await sent(noise()), MediaOptions(), None, None, True, 30)
     assert caught.value.param == "there"
 
 
@@ -312,10 +318,11 @@ async def test_what_is_no_image_and_what_has_no_time(stage: MMPreprocessor) -> N
             MediaOptions(),
             None,
             None,
+            True,
             30,
         )
     with pytest.raises(StageTimeout, match="no time left"):
-        await stage.read(await sent(noise()), MediaOptions(), None, None, 0)
+        await stage.read(await sent(noise()), MediaOptions(), None, None, True, 0)
 
 
 async def test_cancelling_a_read_stops_the_decoder(
@@ -330,7 +337,7 @@ async def test_cancelling_a_read_stops_the_decoder(
         raise DecodingCancelled
 
     monkeypatch.setattr(images, "decode", held)
-    task = asyncio.create_task(stage.read(await sent(noise()), MediaOptions(), None, None, 30))
+    task = asyncio.create_task(stage.read(await sent(noise()), MediaOptions(), None, None, True, 30))
     assert await asyncio.to_thread(begun.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

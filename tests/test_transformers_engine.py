@@ -281,7 +281,7 @@ async def test_a_request_that_breaks_in_the_model_fails_alone(engine: Transforme
     media, arrays = image(1)
     prompt = tokenizer(qwen_vl()).encode(chat(media))
     good = engine_item(qwen_vl(), media, arrays)
-    bad = replace(good, arrays=good.arrays | {"pixel_values": good.arrays["pixel_values"][:, :7]})
+    bad = replace(good, arrays=good.arrays | {"pixel_values": good.arrays["pixel_values"][:, :6]})
     alone = await answer(engine, prompt, GREEDY, [good])
     results = await asyncio.gather(
         answer(engine, prompt, GREEDY, [good]),

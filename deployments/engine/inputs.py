@@ -16,6 +16,7 @@ import torch
 from deployments.engine.assemble import assemble, to_tensor
 from deployments.engine.base import EngineItem
 from deployments.errors import ServingError
+from deployments.multimodal.pixel_table import as_processed
 from deployments.multimodal.placeholders import PER_TOKEN, Span, expand
 from deployments.types import SECONDS, Modality, Prompt, embeds_name
 
@@ -48,10 +49,11 @@ def encode(model: Any, item: EngineItem) -> torch.Tensor:
     if is_embedded(item):
         return given(item).to(model.device)
     encoder = getattr(model, f"get_{item.features.modality}_features")
+    arrays = as_processed(item.features, item.arrays)
     features = {
-        name: to_tensor(item.arrays[name], model.dtype).to(model.device)
+        name: to_tensor(arrays[name], model.dtype).to(model.device)
         for name in inspect.signature(encoder).parameters
-        if name in item.arrays
+        if name in arrays
     }
     output = encoder(**features, return_dict=True)
     pooled = output.pooler_output

@@ -122,6 +122,7 @@ class TransformersEngine(ThreadedEngine):
         )
         if not reason and index in request.ended:
             self._tell(request, Delta([], "stop", index))
+            self._deliver()  # the next answer's first token may be long in coming
 
     def _first(self, request: Request, started: float) -> dict[str, Any]:
         """What the first delta of an answer tells besides."""

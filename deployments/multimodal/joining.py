@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.errors import InvalidMedia
+from deployments.multimodal.pixel_table import as_processed
 from deployments.multimodal.placeholders import PER_TOKEN, expand
 from deployments.types import Arrays, MMFeatures, Prompt
 
@@ -51,6 +52,7 @@ def join(prompt: Prompt, items: Sequence[tuple[MMFeatures, Arrays]]) -> Arrays:
 
     Raises InvalidMedia where the features of several items do not join.
     """
+    items = [(features, as_processed(features, arrays)) for features, arrays in items]
     token_ids, spans = expand(prompt, [features for features, _ in items])
     joined: Arrays = {
         "input_ids": np.array([token_ids], dtype=np.int64),

@@ -1,0 +1,91 @@
+"""Patches travel as bytes and become the processor's values again, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_families import FAMILIES
+from tiny_models import OMNI, image, item_processor, qwen3_vl, qwen_vl, video
+
+from deployments.multimodal.pixel_table import as_processed, learn, look_up
+from deployments.types import Arrays, Media, Payload
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+GRID = {"image_grid_thw": np.array([[1, 16, 16]])}
+
+
+def pixels(seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Patches, [256, 12], with every byte in each channel."""
+    each = np.random.default_rng(seed).permuted(np.tile(np.arange(256, dtype=np.uint8), (12, 1)), axis=1)
+    return np.ascontiguousarray(each.T)
+
+
+def features(values: npt.NDArray[Any]) -> Arrays:
+    return {"pixel_values": values, **GRID}
+
+
+def normalized(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """With a mean and a spread for each channel."""
+    mean, spread = np.repeat(np.array([[0.48, 0.45, 0.4], [0.26, 0.27, 0.28]], np.float32), 4, axis=1)
+    return (raw.astype(np.float32) / np.float32(255) - mean) / spread
+
+
+def test_a_table_of_one_item_gives_every_bit_of_another() -> None:
+    (name,) = tables = learn(features(normalized(pixels())), features(pixels()))
+    assert name == "pixel_values"
+    assert len(tables[name]) == 4 * 3 * 256
+    other = pixels(1)[:100]
+    assert np.array_equal(look_up(tables[name], other), normalized(other))
+
+
+def test_what_bytes_do_not_give_stays_as_it_is() -> None:
+    raw, exact = pixels(), normalized(pixels())
+    dented = exact.copy()
+    dented[3, 7] = 0  # a pixel that is padding
+    swapped = exact[:, [4, *range(1, 4), 0, *range(5, 12)]]  # of another channel
+    for odd in (dented, swapped, exact[:-1], exact.astype(np.float64), exact[None]):
+        assert learn(features(odd), features(raw)) == {}
+    assert learn(features(exact), features(exact)) == {}
+    assert learn(features(exact), GRID) == learn({"pixel_values": exact}, {"pixel_values": raw}) == {}
+    mask = {"mask": np.ones(3)}
+    assert learn(features(exact) | mask, features(raw)) == {}
+    assert learn(features(exact) | mask, features(raw) | {"mask": np.zeros(3)}) == {}
+    few = np.minimum(raw, 254)
+    assert learn(features(normalized(few)), features(few)) == {}, "a byte was not seen"
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32))
+def test_an_image_of_any_size_comes_out_as_the_processor_makes_it(height: int, width: int, seed: int) -> None:
+    if max(height, width) > 150 * min(height, width):
+        return  # refused
+    check(OMNI, image(seed, height, width))
+
+
+@pytest.mark.parametrize("model", [OMNI, qwen_vl(), qwen3_vl()])
+@pytest.mark.parametrize("item", [image(3), image(4, 200, 31), video(5), video(6, 3)], ids=str)
+def test_every_bit_of_every_patch(model: str, item: tuple[Media, Arrays]) -> None:
+    check(model, item)
+
+
+def check(model: str, item: tuple[Media, Arrays]) -> None:
+    processor = item_processor(model)
+    (done,) = processor.process([item])
+    (name,) = done.tables
+    found = as_processed(done.record(Payload(0)), done.features)
+    *_, exact = processor._call(item[0].modality, [item], {}, as_bytes=False)
+    assert done.features[name].nbytes * 4 == exact[name].nbytes
+    assert found[name].dtype == exact[name].dtype
+    assert np.array_equal(found[name], exact[name])
+
+
+def test_families_without_a_grid_of_patches_send_what_their_processor_makes() -> None:
+    llava = next(family for family in FAMILIES if family.name == "LLaVA-1.5")
+    (done,) = item_processor(llava.folder()).process([image(1)])
+    assert done.tables == {}
+    assert done.features["pixel_values"].dtype == np.float32
