@@ -279,6 +279,18 @@ async def test_images_read_one_after_another_do_not_mix() -> None:
         assert each.features.payload == alone.features.payload
 
 
+async def test_features_by_reference_are_in_no_message(
+    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Payload(9, ref="in the object store")
+    monkeypatch.setattr("deployments.preprocess.pack", lambda arrays: stored)
+    source = await sent(noise((99, 48)))
+    for by_reference in (False, True):
+        done = await stage.read(source, MediaOptions(), None, None, by_reference, 30)
+        assert done.features.payload == (stored if by_reference else Payload(0))
+        assert done.features.num_tokens > 0
+
+
 async def test_equal_images_at_once_are_decoded_once(
     stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from family_models import checkpoint
@@ -15,7 +16,7 @@ from tiny_models import chat, image, joint_call
 
 from app.config import AppConfig
 from deployments.preprocess import MMPreprocessor
-from deployments.types import MMBatch, MMItem
+from deployments.types import MMBatch, MMItem, Payload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,3 +124,25 @@ async def test_a_wrong_number_of_placeholders_is_an_error_of_that_request_alone(
     assert broken.status_code == 500
     assert broken.json()["error"]["message"] == "The model failed on this request."
     assert fine.status_code == 200
+
+
+class TooLargeForAMessage(MMPreprocessor):
+    asked: ClassVar[list[bool]] = []
+
+    async def read(self, *args: Any) -> MMItem:
+        done = await super().read(*args)
+        *_, by_reference, _ = args
+        self.asked.append(by_reference)
+        return done if by_reference else replace(done, features=replace(done.features, payload=Payload(0)))
+
+
+async def test_features_that_no_message_holds_are_asked_for_by_reference() -> None:
+    served = graph(checkpoint("Idefics3"))
+    other = local(TooLargeForAMessage, served.config.preprocess, served.config.media.decoder)
+    answers = []
+    for stages in ({}, {"preprocessor": other}):
+        async with await served.client(**stages) as client:
+            answers.append((await client.post("/v1/chat/completions", json=body())).json())
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    assert sorted(TooLargeForAMessage.asked) == [False] * 3 + [True] * 3
