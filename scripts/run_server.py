@@ -89,6 +89,7 @@ def main() -> int:
         return 1
     url = f"http://{http['host']}:{http['port']}"
     print(f"Starting Headrace from {args.config}; its logs go to {LOGS}", flush=True)
+    hear_interrupts()
     server = subprocess.Popen(
         [sys.executable, "-m", "ray.serve.scripts", "run", str(args.config)],
         env={**RAY_SETTINGS, **os.environ, **({"HEADRACE_VERBOSE": "1"} if args.verbose else {})},
@@ -100,7 +101,6 @@ def main() -> int:
     stopping = threading.Event()
 
     def stop(*_: object) -> None:
-        """`serve run` shuts down cleanly, HAProxy included, on SIGINT alone."""
         if not stopping.is_set() and server.poll() is None:
             stopping.set()
             print("Stopping Headrace ...", flush=True)
@@ -113,6 +113,15 @@ def main() -> int:
     # Once it stops, the stages' complaints about each other's absence are of no use to anybody.
     relay((line for line in server.stdout if args.verbose or not stopping.is_set()), args.verbose, stop)
     return server.wait()
+
+
+def hear_interrupts() -> None:
+    """For `serve run`, which shuts down cleanly, HAProxy included, on SIGINT alone.
+
+    Who was started in the background by a shell without job control ignores it, and so would whom they start.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def serve_ports(config: dict[str, Any]) -> dict[str, int]:

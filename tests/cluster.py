@@ -15,14 +15,14 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from aiohttp import web
-from run_server import RAY_SETTINGS, SERVE_PORTS, bindable
+from run_server import RAY_SETTINGS, SERVE_PORTS, bindable, hear_interrupts
 
 ROOT = Path(__file__).parent.parent
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
@@ -75,6 +75,7 @@ class Server:
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
         output = (folder / "output.txt").open("w+")
+        hear_interrupts()
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
             cwd=ROOT,
@@ -95,8 +96,7 @@ class Server:
             assert process.poll() is None, tail(output)
             yield cls(url, session_logs(mark), mark)
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            stop(process, mark)
             output.close()
 
     def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
@@ -231,6 +231,18 @@ def read(path: str) -> str:
         return Path(path).read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def stop(process: subprocess.Popen[bytes], mark: str) -> None:
+    """What does not end in time fails the test, and is ended: it would be in the way of all later ones."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        for pid in marked(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def marked(mark: str) -> Iterator[int]:

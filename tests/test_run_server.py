@@ -1,3 +1,5 @@
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +34,28 @@ def test_a_stale_haproxy_is_told_in_one_line(taken: int, monkeypatch: pytest.Mon
     assert problem.startswith(f"port {taken} is taken, by another Ray Serve or an HAProxy")
     assert "set RAY_SERVE_HAPROXY_STATS_PORT" in problem
     assert "\n" not in problem
+
+
+def test_what_is_started_from_the_background_can_be_stopped() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run_server.hear_interrupts()
+        ignored = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+        assert subprocess.check_output([sys.executable, "-c", ignored], text=True) == "False\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_event_loops_are_above_normal_where_the_user_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert run_server.loop_niceness() in (0, -5)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+    def refused(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    assert run_server.loop_niceness() == 0
 
 
 def test_free_ports_are_no_problem() -> None:
