@@ -46,6 +46,7 @@ from deployments.metrics import CALL_BYTES_IN, CALL_BYTES_OUT
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.placeholders import Span, expand
 from deployments.multimodal.settings import ProcessorSettings, check_settings
+from deployments.payload import INLINE_BYTES
 from deployments.types import (
     SECONDS,
     Delta,
@@ -72,8 +73,8 @@ from deployments.types import (
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
-# An image of so many bytes as text seldom has more features than a message should hold; see `Pipeline._read`.
-_SMALL_IMAGE = 48 * 1024
+# Images of so many bytes as text may have features that a message holds; see `Pipeline._read`.
+_SMALL_IMAGE = 32 * 1024
 
 # What is decoded where it is processed, in bytes of its text. Other work waits for it there.
 _READ_AT_ONCE = {Modality.IMAGE: math.inf, Modality.AUDIO: 32 * 1024}
@@ -217,6 +218,7 @@ class Pipeline:
             }
         )
         self.precedence = Precedence()
+        self._small_ones_fit = True  # into a message, with their features, as far as the last one tells
         self.limits = stages.limits
         self.media_options = stages.inputs.options
 
@@ -345,9 +347,12 @@ class Pipeline:
         """Decoded where it is processed: one hop, and a copy of what was decoded, less."""
         name = terms.name(item)
         is_small = sum(payload.nbytes for payload in source.payloads) <= _SMALL_IMAGE
-        done, timing = await self._call_read(source, name, terms, by_reference=not is_small)
+        by_reference = not (is_small and self._small_ones_fit)
+        done, timing = await self._call_read(source, name, terms, by_reference)
         if done.features.payload.is_left_out:
             done, timing = await self._call_read(source, name, terms, by_reference=True)
+        if is_small:
+            self._small_ones_fit = done.features.payload.nbytes <= INLINE_BYTES
         terms.room.take(done.features.length, item.param)
         _count_bytes("MMPreprocessor", source.modality, done.media.num_bytes, done.features.payload.nbytes)
         loading, processing = timing.split(done.media.service_ms)

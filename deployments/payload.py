@@ -17,7 +17,7 @@ from deployments.types import Arrays, Payload
 # In the message up to here. Milliseconds from replica to replica, in a message of gRPC and by reference (see
 # scripts/bench_payload.py): 64 KiB 7.8 / 12.1, 128 KiB 5.7 / 9.8, 256 KiB 6.9 / 10.1, 512 KiB 12.0 / 11.7,
 # 1 MiB 15.5 / 11.8, 2 MiB 30.0 / 17.0.
-INLINE_BYTES = 256 * 1024
+INLINE_BYTES = 384 * 1024
 
 
 # Copies step back, as other heavy work does: at normal priority they took the core from event loops.
