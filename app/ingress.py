@@ -16,7 +16,6 @@ from app.readiness import missing_stages
 from deployments import tracing
 from deployments.logs import set_up_logs
 from deployments.metrics import publish
-from deployments.pool import level_threads
 from deployments.release import freeze_start_up, reuse_memory
 
 
@@ -40,7 +39,6 @@ class Ingress:
             media.ready.remote(),
             embeddings.ready.remote(),
         )
-        level_threads()
         set_up_logs()
         tracing.start(settings.otlp_endpoint, "Ingress")
         self._settings = settings

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,22 +22,8 @@ T = TypeVar("T")
 
 
 def lower_priority(niceness: int) -> None:
-    """At 0 a thread stays at the priority of the event loops, which may be above the normal one."""
-    if niceness:
-        # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
-        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
-
-
-def level_threads() -> None:
-    """All threads of this process are above normal priority, where it is.
-
-    Ray gives a process its niceness (RAY_worker_niceness) when some of the threads have begun already.
-    """
-    niceness = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    if niceness < 0:
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+    # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _timed(

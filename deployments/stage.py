@@ -6,7 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 from deployments import tracing
 from deployments.logs import set_up_logs
-from deployments.pool import level_threads
 
 
 class StageConfig(BaseModel):
@@ -17,6 +16,5 @@ class StageConfig(BaseModel):
 
 def begin(stage: object, config: StageConfig) -> None:
     """First of all, in the stage's process."""
-    level_threads()
     set_up_logs()
     tracing.start(config.otlp_endpoint, type(stage).__name__)

@@ -1,6 +1,6 @@
 """From which size on a text travels better through the object store than in the message.
 
-    RAY_worker_niceness=-5 .venv/bin/python -m scripts.bench_payload [-n 200]
+    RAY_worker_niceness=0 .venv/bin/python -m scripts.bench_payload [-n 200]
 
 One replica hands a text in pieces to another, in a message of gRPC and by reference through Ray, in
 alternation: pack, call through a handle, unpack, read every byte. Medians of `n`. `loop` is the longest time

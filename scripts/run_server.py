@@ -34,25 +34,9 @@ SERVE_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 30000,
 }
-
-
-def loop_niceness() -> int:
-    """Of the stages' event loops, from which the pools of heavy work stand back.
-
-    Above normal where this user may: they are needed for a moment at each hop, and go before clients and what
-    else runs on the machine. Ray's own default is 15.
-    """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, -5)  # of this thread
-    except PermissionError:
-        return 0
-    os.setpriority(os.PRIO_PROCESS, 0, before)
-    return -5
-
-
 RAY_SETTINGS = {
-    "RAY_worker_niceness": str(loop_niceness()),
+    # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
+    "RAY_worker_niceness": "0",
     # Every call between stages is a task: books of each, for `ray list tasks` and Ray's own statistics, take
     # time in every process.
     "RAY_task_events_report_interval_ms": "0",

@@ -1,4 +1,3 @@
-import os
 import signal
 import socket
 import subprocess
@@ -44,18 +43,6 @@ def test_what_is_started_from_the_background_can_be_stopped() -> None:
         assert subprocess.check_output([sys.executable, "-c", ignored], text=True) == "False\n"
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_event_loops_are_above_normal_where_the_user_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    assert run_server.loop_niceness() in (0, -5)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-    def refused(*_: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "setpriority", refused)
-    assert run_server.loop_niceness() == 0
 
 
 def test_free_ports_are_no_problem() -> None:
