@@ -16,7 +16,7 @@ from deployments.types import Arrays, Payload
 
 # In the message up to here. Milliseconds from replica to replica, in a message of gRPC and by reference (see
 # scripts/bench_payload.py): 64 KiB 4.0 / 8.7, 256 KiB 4.8 / 8.6, 384 KiB 4.6 / 8.8, 512 KiB 7.6 / 9.1, 1 MiB
-# 10.4 / 9.9, 2 MiB 17.4 / 11.2. A message of 512 KiB holds up the sender's loop for 2.3 ms, one of 384 for 1.1.
+# 10.4 / 9.9, 2 MiB 17.4 / 11.2. 512 KiB in a message hold up the sender's loop for 2.3 ms, 384 KiB for 1.1.
 INLINE_BYTES = 384 * 1024
 
 
