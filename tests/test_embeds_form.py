@@ -36,7 +36,7 @@ def test_a_video_in_stretches_has_none() -> None:
 
 def form_of(token_ids: list[int], **features: np.ndarray) -> EmbedsForm | None:
     def process(media: Media, arrays: Arrays) -> Processed:
-        return Processed(IMAGE, token_ids, token_ids.count(7), dict(features), ("", ""), "", "")
+        return Processed(IMAGE, token_ids, token_ids.count(7), dict(features), ("", ""), "", "", {})
 
     return embeds_forms([IMAGE], process).get(IMAGE)
 
