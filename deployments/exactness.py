@@ -36,7 +36,7 @@ def only_what_is_exact(items: ItemProcessor) -> ItemProcessor:
         for modality in items.placeholders.keys() & {Modality.IMAGE, Modality.VIDEO}:
             # The border to processors of all families, as below: one that can not do it goes without.
             with suppress(Exception):
-                items.learn_tables(_with_every_byte(modality))
+                items.learn_normalization(_with_every_byte(modality))
         trial = _Trial(items)
         for modality in list(items.placeholders):
             samples = _samples(modality)

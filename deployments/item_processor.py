@@ -16,8 +16,8 @@ from deployments.errors import InvalidMedia, MediaTooLarge, ServingError
 from deployments.multimodal.embeds_form import embeds_forms
 from deployments.multimodal.hashing import digest
 from deployments.multimodal.joining import join_rule, part
+from deployments.multimodal.normalization import AS_BYTES, learn
 from deployments.multimodal.pixel_layout import channels_first, without_relayout
-from deployments.multimodal.pixel_table import AS_BYTES, learn
 from deployments.multimodal.placeholders import PER_TOKEN, run_lengths
 from deployments.multimodal.settings import ProcessorSettings, as_kwargs, settings_of
 from deployments.types import (
@@ -28,8 +28,8 @@ from deployments.types import (
     MediaOptions,
     MMFeatures,
     Modality,
+    Normalization,
     Payload,
-    Tables,
 )
 
 MIN_AUDIO_S = 0.3  # shorter clips are padded with silence: the encoders make no token of them
@@ -48,7 +48,7 @@ class Processed:
     edges: Edges
     digest: str  # of all that shaped this
     family: str  # class of the processor
-    tables: Tables
+    normalizations: dict[str, Normalization]  # see `MMFeatures`
 
     def record(self, payload: Payload, service_ms: float = 0.0) -> MMFeatures:
         """What other stages get, with `features` in the payload."""
@@ -59,13 +59,13 @@ class Processed:
             replacement=run_lengths(self.token_ids),
             payload=payload,
             shapes={
-                name: (array.shape, "float32" if name in self.tables else array.dtype.name)
+                name: (array.shape, "float32" if name in self.normalizations else array.dtype.name)
                 for name, array in self.features.items()
             },
             service_ms=service_ms,
             edges=self.edges,
             family=self.family,
-            tables=self.tables,
+            normalizations=self.normalizations,
         )
 
 
@@ -85,7 +85,7 @@ class ItemProcessor:
         self.family = type(processor).__name__
         self.placeholders = placeholders_of(processor)
         self.together: frozenset[Modality] = frozenset()  # set by deployments.exactness
-        self._tables: dict[Modality, Tables] = {}
+        self._normalizations: dict[Modality, dict[str, Normalization]] = {}
         seams = _seam_tokens(processor)
         self._seam_ids = frozenset(getattr(processor, "tokenizer", processor).convert_tokens_to_ids(seams))
         self._walls = {m: _walls(processor, m, token, seams) for m, token in self.placeholders.items()}
@@ -102,15 +102,15 @@ class ItemProcessor:
             embeds=embeds_forms(self.placeholders, lambda *item: self.process([item])[0]),
         )
 
-    def learn_tables(self, item: tuple[Media, Arrays]) -> None:
-        """From now on features of this modality are bytes and tables, where these give every bit.
+    def learn_normalization(self, item: tuple[Media, Arrays]) -> None:
+        """From now on this modality's features are not normalized, where that gives every bit later, too.
 
         `item`: has every value of a byte in each channel, after it was resized, too.
         """
         modality = item[0].modality
         *_, exact = self._call(modality, [item], {}, as_bytes=False)
         *_, raw = self._call(modality, [item], {}, as_bytes=True)
-        self._tables[modality] = learn(exact, raw)
+        self._normalizations[modality] = learn(exact, raw)
 
     def process(
         self, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
@@ -121,8 +121,8 @@ class ItemProcessor:
         """
         modality = items[0][0].modality
         own = self._own(modality, settings)
-        tables = self._tables.get(modality, {})
-        replacements, text_ids, arrays = self._call(modality, items, own, as_bytes=bool(tables))
+        normalizations = self._normalizations.get(modality, {})
+        replacements, text_ids, arrays = self._call(modality, items, own, as_bytes=bool(normalizations))
         digests = self.digests([media for media, _ in items], own)
         processed = []
         for index, core in enumerate(self._cores(modality, text_ids, len(items))):
@@ -137,7 +137,14 @@ class ItemProcessor:
             num_tokens = self._num_tokens(token_ids)
             processed.append(
                 Processed(
-                    modality, token_ids, num_tokens, features, edges, digests[index], self.family, tables
+                    modality,
+                    token_ids,
+                    num_tokens,
+                    features,
+                    edges,
+                    digests[index],
+                    self.family,
+                    normalizations,
                 )
             )
         return processed

@@ -17,8 +17,8 @@ class Modality(StrEnum):
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-# Of features that are bytes: what a byte is in each channel, float32[3, 256]. See multimodal/pixel_table.py.
-Tables = dict[str, bytes]
+# Mean and standard deviation of each channel, float32: a value is (byte - mean) / std.
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 # Plain text that a processor puts right before and after an item's tokens. It grows together with the text
 # around it, so it is encoded with the prompt.
@@ -146,9 +146,9 @@ class MMFeatures:
     """One item as the model takes it.
 
     Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
-    `image_grid_thw`, ...), but for the token ids, which are in `replacement`; those with a table as bytes.
-    Of an item that was sent as embeddings: `embeds_name` [num_tokens, hidden size], bfloat16 as its bits in
-    uint16, and the like of `image_grid_thw`.
+    `image_grid_thw`, ...), but for the token ids, which are in `replacement`; what is in
+    `normalizations`, as uint8. Of an item that was sent as embeddings: `embeds_name` [num_tokens, hidden size],
+    bfloat16 as its bits in uint16, and the like of `image_grid_thw`.
     """
 
     modality: Modality | None  # None: prompt embeddings
@@ -161,7 +161,9 @@ class MMFeatures:
     cached: bool = False
     edges: Edges = ("", "")
     family: str = ""  # class of the processor: how features of several items join
-    tables: Tables = field(default_factory=dict)  # for those features of which the payload has bytes
+    normalizations: dict[str, Normalization] = field(
+        default_factory=dict
+    )  # feature name -> what is left to do
 
     @property
     def length(self) -> int:

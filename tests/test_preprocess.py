@@ -33,7 +33,7 @@ from deployments.item_processor import ItemProcessor
 from deployments.media import MediaConfig, MediaLoader
 from deployments.multimodal import image as images
 from deployments.multimodal.decoding import DecodingCancelled
-from deployments.multimodal.pixel_table import as_processed
+from deployments.multimodal.normalization import as_processed
 from deployments.payload import pack_pieces, unpack
 from deployments.preprocess import MMPreprocessor, PreprocessConfig
 from deployments.types import Arrays, Media, MediaOptions, MediaSource, Modality, Name, Payload

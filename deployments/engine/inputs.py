@@ -16,7 +16,7 @@ import torch
 from deployments.engine.assemble import assemble, to_tensor
 from deployments.engine.base import EngineItem
 from deployments.errors import ServingError
-from deployments.multimodal.pixel_table import as_processed
+from deployments.multimodal.normalization import as_processed
 from deployments.multimodal.placeholders import PER_TOKEN, Span, expand
 from deployments.types import SECONDS, Modality, Prompt, embeds_name
 

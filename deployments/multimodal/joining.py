@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.errors import InvalidMedia
-from deployments.multimodal.pixel_table import as_processed
+from deployments.multimodal.normalization import as_processed
 from deployments.multimodal.placeholders import PER_TOKEN, expand
 from deployments.types import Arrays, MMFeatures, Prompt
 
@@ -66,8 +66,9 @@ def join(prompt: Prompt, items: Sequence[tuple[MMFeatures, Arrays]]) -> Arrays:
             for span, _, array in having:
                 joined[name][0, span.offset : span.offset + span.length] = array[0]
         else:
-            rule = join_rule(having[0][1].family, name)
-            joined[name] = _joined(name, [array for _, _, array in having], rule)
+            arrays, first = [array for _, _, array in having], having[0][1]
+            is_own = len(arrays) == 1 and name in first.normalizations
+            joined[name] = arrays[0] if is_own else _joined(name, arrays, join_rule(first.family, name))
     return joined
 
 

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from tiny_families import FAMILIES
 from tiny_models import OMNI, image, item_processor, qwen3_vl, qwen_vl, video
 
-from deployments.multimodal.pixel_table import as_processed, learn, look_up
+from deployments.multimodal.normalization import as_processed, learn, normalize
 from deployments.types import Arrays, Media, Payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 GRID = {"image_grid_thw": np.array([[1, 16, 16]])}
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5,) * 3, (0.5,) * 3
 
 
 def pixels(seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -30,26 +32,37 @@ def features(values: npt.NDArray[Any]) -> Arrays:
     return {"pixel_values": values, **GRID}
 
 
-def normalized(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """With a mean and a spread for each channel."""
-    mean, spread = np.repeat(np.array([[0.48, 0.45, 0.4], [0.26, 0.27, 0.28]], np.float32), 4, axis=1)
-    return (raw.astype(np.float32) / np.float32(255) - mean) / spread
+def by_torchvision(
+    raw: npt.NDArray[np.uint8], mean: tuple[float, ...] = CLIP[0], std: tuple[float, ...] = CLIP[1]
+) -> npt.NDArray[np.float32]:
+    """As transformers' processors do it: mean and standard deviation are brought to the scale of bytes."""
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    channels = torch.from_numpy(raw).reshape(len(raw), 3, 2, -1).float()
+    scaled = [(torch.tensor(each) * (1.0 / (1 / 255))).tolist() for each in (mean, std)]
+    values: npt.NDArray[np.float32] = functional.normalize(channels, *scaled).numpy().reshape(raw.shape)
+    return values
 
 
-def test_a_table_of_one_item_gives_every_bit_of_another() -> None:
-    (name,) = tables = learn(features(normalized(pixels())), features(pixels()))
-    assert name == "pixel_values"
-    assert len(tables[name]) == 4 * 3 * 256
+@pytest.mark.parametrize("statistics", [CLIP, HALF])
+def test_one_item_tells_every_bit_of_another(statistics: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
+    learnt = learn(features(by_torchvision(pixels(), *statistics)), features(pixels()))
+    assert learnt.keys() == {"pixel_values"}
+    mean, std = learnt["pixel_values"]
+    np.testing.assert_allclose(mean, np.array(statistics[0]) * 255, rtol=1e-5)
+    np.testing.assert_allclose(std, np.array(statistics[1]) * 255, rtol=1e-5)
     other = pixels(1)[:100]
-    assert np.array_equal(look_up(tables[name], other), normalized(other))
+    assert np.array_equal(normalize(other, learnt["pixel_values"]), by_torchvision(other, *statistics))
 
 
 def test_what_bytes_do_not_give_stays_as_it_is() -> None:
-    raw, exact = pixels(), normalized(pixels())
+    raw, exact = pixels(), by_torchvision(pixels())
     dented = exact.copy()
     dented[3, 7] = 0  # a pixel that is padding
     swapped = exact[:, [4, *range(1, 4), 0, *range(5, 12)]]  # of another channel
-    for odd in (dented, swapped, exact[:-1], exact.astype(np.float64), exact[None]):
+    bent = np.where(raw == 7, np.nextafter(exact, np.float32(9)), exact)  # by the last bit of one byte
+    for odd in (dented, swapped, bent, exact[:-1], exact.astype(np.float64), exact[None], exact * 0, -exact):
         assert learn(features(odd), features(raw)) == {}
     assert learn(features(exact), features(exact)) == {}
     assert learn(features(exact), GRID) == learn({"pixel_values": exact}, {"pixel_values": raw}) == {}
@@ -57,7 +70,7 @@ def test_what_bytes_do_not_give_stays_as_it_is() -> None:
     assert learn(features(exact) | mask, features(raw)) == {}
     assert learn(features(exact) | mask, features(raw) | {"mask": np.zeros(3)}) == {}
     few = np.minimum(raw, 254)
-    assert learn(features(normalized(few)), features(few)) == {}, "a byte was not seen"
+    assert learn(features(by_torchvision(few)), features(few)) == {}, "a byte was not seen"
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32))
@@ -76,7 +89,7 @@ def test_every_bit_of_every_patch(model: str, item: tuple[Media, Arrays]) -> Non
 def check(model: str, item: tuple[Media, Arrays]) -> None:
     processor = item_processor(model)
     (done,) = processor.process([item])
-    (name,) = done.tables
+    (name,) = done.normalizations
     found = as_processed(done.record(Payload(0)), done.features)
     *_, exact = processor._call(item[0].modality, [item], {}, as_bytes=False)
     assert done.features[name].nbytes * 4 == exact[name].nbytes
@@ -87,5 +100,5 @@ def check(model: str, item: tuple[Media, Arrays]) -> None:
 def test_families_without_a_grid_of_patches_send_what_their_processor_makes() -> None:
     llava = next(family for family in FAMILIES if family.name == "LLaVA-1.5")
     (done,) = item_processor(llava.folder()).process([image(1)])
-    assert done.tables == {}
+    assert done.normalizations == {}
     assert done.features["pixel_values"].dtype == np.float32
