@@ -147,8 +147,8 @@ class MMFeatures:
 
     Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
     `image_grid_thw`, ...), but for the token ids, which are in `replacement`; what is in
-    `normalizations`, as uint8. Of an item that was sent as embeddings: `embeds_name` [num_tokens, hidden size],
-    bfloat16 as its bits in uint16, and the like of `image_grid_thw`.
+    `normalizations`, as uint8. Of an item that was sent as embeddings: `embeds_name` [num_tokens, hidden
+    size], bfloat16 as its bits in uint16, and the like of `image_grid_thw`.
     """
 
     modality: Modality | None  # None: prompt embeddings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import os
 import random
@@ -138,16 +139,20 @@ def test_a_line_of_the_log_tells_request_stage_and_item(own: Server) -> None:
 
 
 def test_heavy_images_and_one_replica_that_prepares_them(tmp_path: Path) -> None:
-    """Small files that become two million pixels each, which are 140 tokens."""
+    """A small file of twelve million pixels, each time for another size, of which the model sees few."""
+    most = 2**14
 
     def change(config: dict[str, Any]) -> None:
-        config["applications"][0]["args"]["model"] = qwen_vl(patch_size=56, max_pixels=2**21, context=1024)
+        config["applications"][0]["args"]["model"] = qwen_vl(max_pixels=most)
 
-    heavy = {"mm_processor_kwargs": {"min_pixels": 2**21}, "max_tokens": 1}
-    with (
-        Server.start(tmp_path, change) as server,
-        clients(12, lambda: server.post(COMPLETIONS, chat(noise(), **heavy))),
-    ):
+    picture = base64.b64encode(encoded(Image.new("RGB", (4000, 3000)), "png")).decode()
+    part, numbers = media("image", f"data:image/png;base64,{picture}"), itertools.count()
+
+    def ask() -> None:
+        settings = {"max_pixels": most - next(numbers)}
+        assert server.post(COMPLETIONS, chat(part, mm_processor_kwargs=settings, max_tokens=1)).status == 200
+
+    with Server.start(tmp_path, change) as server, clients(12, ask):
         wait_until(lambda: sum(stages(server)["starvation_s"].values()) > 5, 30)
         told = stages(server)
     assert told["starved_by"] == "preprocess", told

@@ -1,8 +1,7 @@
 """Patches as the bytes that they are before a processor normalizes them: a quarter to copy, send and keep.
 
 Processors that cut pictures into patches make each value of one byte and of its channel alone, as
-(byte - mean) / std in float32. Where that gives every bit for each of the 256 bytes, it is left to the stage of
-the model.
+(byte - mean) / std in float32. Where that gives every bit for all of the 256 bytes, the model's stage does it.
 """
 
 from __future__ import annotations
@@ -48,26 +47,28 @@ def _fills_a_grid(values: npt.NDArray[np.float32], features: Arrays) -> bool:
 
 def _fit(values: npt.NDArray[np.float32], pixels: npt.NDArray[np.uint8]) -> Normalization | None:
     every = np.arange(256, dtype=np.float32)
-    means, stds = [], []
+    found: list[tuple[float, float]] = []
     for bytes_, floats in zip(np.split(pixels, CHANNELS, 1), np.split(values, CHANNELS, 1), strict=True):
         wanted = np.full(256, np.nan, np.float32)
         wanted[bytes_] = floats
         if np.isnan(wanted).any() or wanted[0] >= wanted[-1]:
             return None
         std = 255 / (float(wanted[-1]) - float(wanted[0]))
-        for mean_, std_ in ((m, s) for s in _around(std) for m in _around(-float(wanted[0]) * std)):
-            if np.array_equal((every - mean_) / std_, wanted):
-                means.append(float(mean_))
-                stds.append(float(std_))
-                break
-        else:
+        near = ((m, s) for s in _around(std) for m in _around(-float(wanted[0]) * std))
+        fitting = next(
+            ((float(m), float(s)) for m, s in near if np.array_equal((every - m) / s, wanted)), None
+        )
+        if fitting is None:
             return None
-    return tuple(means), tuple(stds)
+        found.append(fitting)
+    means, stds = zip(*found, strict=True)
+    return means, stds
 
 
 def _around(value: float) -> npt.NDArray[np.float32]:
     nearest = np.float32(value)
-    return nearest + np.arange(-_ULPS, _ULPS + 1, dtype=np.float32) * np.spacing(nearest)
+    near: npt.NDArray[np.float32] = nearest + np.arange(-_ULPS, _ULPS + 1) * np.spacing(nearest)
+    return near.astype(np.float32)
 
 
 def as_processed(features: MMFeatures, arrays: Arrays) -> Arrays:
@@ -81,8 +82,8 @@ def as_processed(features: MMFeatures, arrays: Arrays) -> Arrays:
 def normalize(pixels: npt.NDArray[np.uint8], normalization: Normalization) -> npt.NDArray[np.float32]:
     """`pixels`: [patches, CHANNELS * n], and so is the result, in memory of its own."""
     mean, std = (np.array(each, np.float32)[:, None] for each in normalization)
-    values: npt.NDArray[np.float32] = np.subtract(
-        pixels.reshape(len(pixels), CHANNELS, -1), mean, dtype=np.float32
-    )
-    values /= std
-    return values.reshape(pixels.shape)
+    values = np.empty(pixels.shape, np.float32)
+    channels = values.reshape(len(pixels), CHANNELS, -1)
+    np.subtract(pixels.reshape(channels.shape), mean, out=channels)
+    channels /= std
+    return values
