@@ -1,7 +1,7 @@
 """Patches as the bytes that they are before a processor normalizes them: a quarter to copy, send and keep.
 
 Processors that cut pictures into patches make each value of one byte and of its channel alone, as
-(byte - mean) / std in float32. Where that gives every bit for all of the 256 bytes, the model's stage does it.
+(byte - mean) / std in float32. Where that gives every bit for all 256 bytes, the model's stage does it.
 """
 
 from __future__ import annotations
