@@ -97,6 +97,13 @@ class Timing:
         first = replace(self, service=min(self.service, service_ms))
         return first, Timing(first.end, 0.0, self.service - first.service)
 
+    def and_then(self, more: Timing) -> Timing:
+        """Of two calls, one after the other, for one thing."""
+        gap = more.start - self.end
+        return Timing(
+            self.start, self.queue + gap + more.queue, self.service + more.service, self.fetch + more.fetch
+        )
+
     def to_json(self) -> dict[str, float]:
         fetch = {"fetch": self.fetch} if self.fetch else {}
         told = {"start": self.start, "queue": self.queue, **fetch, "service": self.service}

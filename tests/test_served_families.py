@@ -147,3 +147,21 @@ async def test_features_that_no_message_holds_are_asked_for_by_reference() -> No
     assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
     # The largest file is from the first.
     assert sorted(TooLargeForAMessage.asked) == [False] * 2 + [True] * 3
+
+
+async def test_what_was_asked_for_twice_is_told_as_worked_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call finds it in the stage's cache; the request has brought something new all the same."""
+    monkeypatch.setattr(TooLargeForAMessage, "asked", [])
+    served = graph(checkpoint("Idefics3"))
+    other = local(TooLargeForAMessage, served.config.preprocess, served.config.media.decoder)
+    async with await served.client(preprocessor=other) as client:
+        first, again = [
+            (await client.post("/v1/chat/completions/render", json=body())).json()["items"] for _ in range(2)
+        ]
+    assert sorted(TooLargeForAMessage.asked)[:2] == [False] * 2, "none was asked for twice"
+    assert [item["cached"] for item in first] == [False] * 3
+    assert [item["cached"] for item in again] == [True] * 3
+    for item in first:
+        load, preprocess = item["timings_ms"]["load"], item["timings_ms"]["preprocess"]
+        assert load["service"] > 0 < preprocess["service"]
+        assert preprocess["start"] == pytest.approx(load["start"] + load["queue"] + load["service"], abs=0.01)
