@@ -73,9 +73,6 @@ from deployments.types import (
 # gRPC is the quicker way for a call, but its messages hold 4 MiB and no references to the object store.
 _GRPC_BYTES = 2**20
 
-# Of an item's features beside its arrays: a table, run lengths, names. Of small images they are the most.
-_RECORD_BYTES = 4096
-
 # Images of so many bytes as text may have features that a message holds; see `Pipeline._read`.
 _SMALL_IMAGE = 32 * 1024
 
@@ -264,7 +261,7 @@ class Pipeline:
     ) -> AsyncGenerator[Delta]:
         """Closing the iterator ends the generation in the model's stage. `key` is the request's own."""
         num_bytes = 8 * len(prepared.prompt.token_ids)
-        num_bytes += sum(features.payload.nbytes + _RECORD_BYTES for features in prepared.features)
+        num_bytes += sum(features.payload.nbytes for features in prepared.features)
         has_references = any(features.payload.ref is not None for features in prepared.features)
         by_reference = has_references or num_bytes > _GRPC_BYTES
         generate = self._stages.model.options(stream=True, _by_reference=by_reference).generate

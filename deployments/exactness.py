@@ -148,6 +148,7 @@ _IMAGE_SIZES = ((96, 128), (208, 80), (128, 96))  # height, width
 _AUDIO_SAMPLES = (16000, 25600, 11200)
 _NUM_FRAMES = 4
 _SAMPLED_FPS = 2.0
+_SLOPE = 530  # pixels
 
 
 def _samples(modality: Modality) -> list[Item]:
@@ -170,9 +171,13 @@ def _sample(modality: Modality, i: int) -> Item:
 
 
 def _with_every_byte(modality: Modality) -> Item:
-    """A slope of grey, so gentle that it has every value at half of its size, too."""
-    slope = np.repeat(np.arange(256, dtype=np.uint8), 2)
-    return _image_or_video(modality, "slope", np.broadcast_to(slope[:, None], (_NUM_FRAMES, 32, 512, 3)))
+    """A slope of grey, so gentle that it has every value at half of its size, too.
+
+    No patches of usual sizes make up its width: it is resized, so that a processor shows whether it does that
+    with bytes.
+    """
+    slope = (np.arange(_SLOPE) * 256 // _SLOPE).astype(np.uint8)
+    return _image_or_video(modality, "slope", np.broadcast_to(slope[:, None], (_NUM_FRAMES, 16, _SLOPE, 3)))
 
 
 def _image_or_video(modality: Modality, name: str, frames: npt.NDArray[np.uint8]) -> Item:

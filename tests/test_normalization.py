@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_families import FAMILIES
-from tiny_models import OMNI, image, item_processor, qwen3_vl, qwen_vl, video
+from tiny_models import OMNI, VL_SIZES, image, item_processor, processor, qwen3_vl, qwen_vl, video
 
+from deployments.exactness import only_what_is_exact
+from deployments.item_processor import ItemProcessor
 from deployments.multimodal.normalization import as_processed, learn, normalize
 from deployments.types import Arrays, Media, Payload
 
@@ -100,5 +103,23 @@ def check(model: str, item: tuple[Media, Arrays]) -> None:
 def test_families_without_a_grid_of_patches_send_what_their_processor_makes() -> None:
     llava = next(family for family in FAMILIES if family.name == "LLaVA-1.5")
     (done,) = item_processor(llava.folder()).process([image(1)])
+    assert done.normalizations == {}
+    assert done.features["pixel_values"].dtype == np.float32
+
+
+def test_a_processor_that_does_not_resize_bytes_sends_what_it_makes() -> None:
+    """None of transformers is such, but nothing says so; images of some sizes do not show it."""
+    from transformers import Qwen2VLImageProcessor
+
+    class ResizesLast(Qwen2VLImageProcessor):  # type: ignore[misc]
+        def _preprocess(self, images: list[Any], **kwargs: Any) -> Any:
+            names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+            made = [self.rescale_and_normalize(each, *map(kwargs.get, names)) for each in images]
+            return super()._preprocess(made, **kwargs | {"do_rescale": False, "do_normalize": False})
+
+    backwards = copy.copy(processor(qwen_vl()))
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 1024 * 1024}
+    backwards.image_processor = ResizesLast(**VL_SIZES | {"size": sizes})
+    (done,) = only_what_is_exact(ItemProcessor(backwards)).process([image(1)])
     assert done.normalizations == {}
     assert done.features["pixel_values"].dtype == np.float32

@@ -5,38 +5,23 @@ import base64
 import io
 from contextlib import AbstractContextManager
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import soundfile
 from local_graph import LocalGraph, local
 from PIL import Image
-from ray import cloudpickle
 from ray.exceptions import ActorDiedError, OwnerDiedError
 
-from app.calls import Deadline, Timing
+from app.calls import Deadline
 from app.chat import Item, ParsedChat
 from app.config import AppConfig
 from app.intake import LongString
-from app.pipeline import Pipeline, Prepared, PreparedItem, Stages, _sample
+from app.pipeline import _sample
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.media import MediaLoader
 from deployments.preprocess import MMPreprocessor
-from deployments.types import (
-    Chat,
-    InputSpec,
-    Media,
-    MediaOptions,
-    MMFeatures,
-    MMItem,
-    Modality,
-    ModelSpec,
-    Payload,
-    Prompt,
-    SamplingParams,
-    TokenizerSpec,
-)
+from deployments.types import Chat, Media, MMFeatures, MMItem, Modality, Payload, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -248,23 +233,3 @@ async def test_what_is_fetched_counts_as_it_comes(tmp_path: Path) -> None:
     # What was decoded is not held while the model works.
     prepared = await prepare(graph, chat, 2 * size)
     assert [item.media.payload for item in prepared.items] == [Payload(0)] * 2
-
-
-@pytest.mark.parametrize("count", [1, 999])
-def test_many_small_items_go_to_the_model_by_reference(count: int) -> None:
-    """Beside few patches a record with its table is the most of a message, which holds 4 MiB."""
-    specs = (TokenizerSpec(""), InputSpec([Modality.IMAGE], MediaOptions()), ModelSpec(9))
-    model = MagicMock()
-    pipeline = Pipeline(Stages(*[MagicMock()] * 4, model, *specs))
-    item, random = Item("", Modality.IMAGE, "data"), np.random.default_rng(0)
-    items = []
-    for _ in range(count):
-        payload = Payload(800, inline=random.bytes(1080))
-        tables = {"pixel_values": random.bytes(4 * 3 * 256)}
-        features = MMFeatures(Modality.IMAGE, random.bytes(32).hex(), 1, [(7, 1)], payload, {}, tables=tables)
-        items.append(PreparedItem(item, features, {}, 9))
-    prepared = Prepared(Prompt([7] * count, []), items, [7] * count, [], Timing(0, 0, 0), 0)
-    pipeline.generate(prepared, SamplingParams(1), "", Deadline(9))
-    _, options = model.options.call_args
-    is_too_large = len(cloudpickle.dumps(prepared.features)) > 4 * 2**20
-    assert options["_by_reference"] == is_too_large == (count == 999)
