@@ -33,11 +33,13 @@ def only_what_is_exact(items: ItemProcessor) -> ItemProcessor:
     if not items.placeholders:
         return items
     with _one_thread():
+        trial = _Trial(items)
         for modality in items.placeholders.keys() & {Modality.IMAGE, Modality.VIDEO}:
             # The border to processors of all families, as below: one that can not do it goes without.
             with suppress(Exception):
                 items.learn_normalization(_with_every_byte(modality))
-        trial = _Trial(items)
+            if trial.differs(_samples(modality)):
+                items.forget_normalization(modality)
         for modality in list(items.placeholders):
             samples = _samples(modality)
             if trial.differs(samples):

@@ -112,6 +112,9 @@ class ItemProcessor:
         *_, raw = self._call(modality, [item], {}, as_bytes=True)
         self._normalizations[modality] = learn(exact, raw)
 
+    def forget_normalization(self, modality: Modality) -> None:
+        self._normalizations.pop(modality, None)
+
     def process(
         self, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
     ) -> list[Processed]:

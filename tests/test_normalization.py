@@ -16,7 +16,7 @@ from tiny_models import OMNI, VL_SIZES, image, item_processor, processor, qwen3_
 from deployments.exactness import only_what_is_exact
 from deployments.item_processor import ItemProcessor
 from deployments.multimodal.normalization import as_processed, learn, normalize
-from deployments.types import Arrays, Media, Payload
+from deployments.types import Arrays, Media, Modality, Payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -117,9 +117,28 @@ def test_a_processor_that_does_not_resize_bytes_sends_what_it_makes() -> None:
             made = [self.rescale_and_normalize(each, *map(kwargs.get, names)) for each in images]
             return super()._preprocess(made, **kwargs | {"do_rescale": False, "do_normalize": False})
 
-    backwards = copy.copy(processor(qwen_vl()))
+    assert_floats(ResizesLast)
+
+
+def test_bytes_that_are_others_at_some_sizes_are_noticed_and_not_used() -> None:
+    from transformers import Qwen2VLImageProcessor
+
+    class OddBytes(Qwen2VLImageProcessor):  # type: ignore[misc]
+        def _preprocess(self, images: list[Any], **kwargs: Any) -> Any:
+            made = super()._preprocess(images, **kwargs)
+            if not kwargs["do_normalize"] and max(images[0].shape) < 300:
+                made["pixel_values"] ^= 1
+            return made
+
+    assert_floats(OddBytes)
+
+
+def assert_floats(image_processor: Any) -> None:
+    whole = copy.copy(processor(qwen_vl()))
     sizes = {"shortest_edge": 16 * 16, "longest_edge": 1024 * 1024}
-    backwards.image_processor = ResizesLast(**VL_SIZES | {"size": sizes})
-    (done,) = only_what_is_exact(ItemProcessor(backwards)).process([image(1)])
+    whole.image_processor = image_processor(**VL_SIZES | {"size": sizes})
+    items = only_what_is_exact(ItemProcessor(whole))
+    assert Modality.IMAGE in items.spec().modalities
+    (done,) = items.process([image(1)])
     assert done.normalizations == {}
     assert done.features["pixel_values"].dtype == np.float32
