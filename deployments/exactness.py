@@ -34,14 +34,15 @@ def only_what_is_exact(items: ItemProcessor) -> ItemProcessor:
         return items
     with _one_thread():
         trial = _Trial(items)
-        for modality in items.placeholders.keys() & {Modality.IMAGE, Modality.VIDEO}:
-            # The border to processors of all families, as below: one that can not do it goes without.
-            with suppress(Exception):
-                items.learn_normalization(_with_every_byte(modality))
-            if trial.differs(_samples(modality)):
-                items.forget_normalization(modality)
         for modality in list(items.placeholders):
             samples = _samples(modality)
+            if modality is not Modality.AUDIO:
+                # The border to processors of all families, as below: one that can not do it goes without.
+                with suppress(Exception):
+                    items.learn_normalization(_with_every_byte(modality))
+                if not trial.differs(samples):
+                    continue
+                items.forget_normalization(modality)
             if trial.differs(samples):
                 items.together |= {modality}
                 if why := trial.differs(samples):
