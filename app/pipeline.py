@@ -227,7 +227,7 @@ class Pipeline:
     ) -> Prepared:
         """`max_media_bytes`: of all items together, as sent or fetched.
 
-        Raises the first failure in input order: the prompt's, then the items'."""
+        Raises the first failure in input order, the items' before the prompt's."""
         self._check_modalities(parsed.items)
         self._check_text(parsed.num_text_bytes)
         self._check_settings(parsed)
@@ -243,8 +243,9 @@ class Pipeline:
         start = deadline.ms()
         pending = (self._prepare_traced(group, terms) for group in groups)
         with nullcontext() if groups else self.precedence.claim():
-            results: list[Any] = await gather_all([self._encode(parsed, deadline), *pending])
-        (prompt, tokenize), done = results[0], results[1:]
+            # Items start first: they take longer than the prompt.
+            results: list[Any] = await gather_all([*pending, self._encode(parsed, deadline)])
+        *done, (prompt, tokenize) = results
         by_param = {prepared.item.param: prepared for group in done for prepared in group}
         items = [_timed_from(start, by_param[item.param]) for item in parsed.items]
         tokenize = without_gaps(start, [tokenize])[0]
