@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -138,15 +139,16 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         try:
             check_origin(http)
             check_encoding(http)
-            check_length(http)
-            return await read_body(
-                _chunks(http),
-                max_bytes=settings.max_body_bytes,
-                timeout_s=deadline.left_s(),
-                idle_timeout_s=settings.body_idle_timeout_s,
-                hold=hold,
-                give_way=pipeline.precedence.way().give,
-            )
+            length = check_length(http)
+            with pipeline.precedence.way(length) as way:
+                return await read_body(
+                    _chunks(http),
+                    max_bytes=settings.max_body_bytes,
+                    timeout_s=deadline.left_s(),
+                    idle_timeout_s=settings.body_idle_timeout_s,
+                    hold=hold,
+                    give_way=way.give,
+                )
         except ServingError:
             http.state.unread = True
             raise
@@ -162,15 +164,18 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         if encoding.lower() != "identity":
             raise UnsupportedEncoding("Send the body as it is, without a Content-Encoding.")
 
-    def check_length(http: Request) -> None:
-        """Before the first byte, where the client tells the length."""
-        length = int(http.headers.get("content-length", 0))
+    def check_length(http: Request) -> float:
+        """Before the first byte, where the client tells the length: else it has no end in sight."""
+        if "content-length" not in http.headers:
+            return math.inf
+        length = int(http.headers["content-length"])
         if length > settings.max_body_bytes:
             limit = settings.max_body_bytes
             raise RequestTooLarge(
                 f"The body has {length} bytes, the limit is {limit}. Send less, or send URLs."
             )
         in_flight.check(length)
+        return length
 
     def check_model(model: str | None) -> None:
         if model not in (None, settings.model_name):

@@ -194,13 +194,13 @@ async def read_body(
     timeout_s: float = math.inf,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
     hold: Callable[[int], None] = lambda num_bytes: None,
-    give_way: Callable[[], Awaitable[None]] | None = None,
+    give_way: Callable[[int], Awaitable[None]] | None = None,
 ) -> Body:
     """Reads to the end; whatever `chunks` raises, e.g. on a disconnect, passes through.
 
     `timeout_s` is for the whole body, `idle_timeout_s` for each chunk. Before a chunk is kept, `hold` is told
     how many bytes of the body there will be then; it may raise. A body that proves large awaits `give_way`
-    between its chunks.
+    between its chunks, with the bytes so far.
 
     Raises RequestTooLarge with the chunk that passes `max_bytes`, RequestTimeout, and InvalidRequest as soon
     as the body cannot become valid JSON within the bounds of this module.
@@ -220,7 +220,7 @@ async def read_body(
             # A queue that is never empty never suspends: without this a fast client owns the loop.
             await asyncio.sleep(0)
         if give_way and scanner.num_bytes > _LARGE_BYTES:
-            await give_way()
+            await give_way(scanner.num_bytes)
         while len(puts) > _PUTS:
             await puts.popleft().payload
     return scanner.finish()
