@@ -1,8 +1,8 @@
 """Back-pressure from the intake to the client.
 
-Serve takes a body from uvicorn as fast as it comes and queues it, without a bound, for the loop that runs the
-application. This ASGI middleware stands between the two, on uvicorn's loop: it receives no further while more
-than AHEAD_BYTES are queued. uvicorn then stops reading the socket, and the client has to wait.
+Serve takes a body from uvicorn as fast as it comes and queues it, without a bound, for the application. This
+ASGI middleware stands between the two: it receives no further while more than AHEAD_BYTES are queued. uvicorn
+then stops reading the socket, and the client has to wait.
 
 An answer that comes before the end of its request's body closes the connection, and would be lost with it:
 most clients read only when they have sent everything. So after such an answer what comes is thrown away for a

@@ -2,9 +2,10 @@
 
     RAY_worker_niceness=0 .venv/bin/python -m scripts.bench_payload [-n 200]
 
-One replica hands a text in pieces to another, in a message of gRPC and by reference through Ray, in
-alternation: pack, call through a handle, unpack, read every byte. Medians of `n`. `loop` is the longest time
-in which the sender's loop could do nothing else, which other requests feel.
+With the settings of Serve in serve_config.yaml. One replica hands a text in pieces to another, in a message
+of gRPC and by reference through Ray, in alternation: pack, call through a handle, unpack, read every byte.
+Medians of `n`. `loop` is the longest time in which the sender's loop could do nothing else, which other
+requests feel.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import argparse
 import asyncio
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import yaml
 from ray import serve
 
 from deployments import payload
 from deployments.payload import pack_pieces, unpack_pieces
 from deployments.types import Payload
 
+ROOT = Path(__file__).parent.parent
 KIB = 1024
 SIZES = [size * KIB for size in (16, 64, 128, 256, 384, 512, 768, 1024, 2048)]  # gRPC's messages: up to 4 MiB
 PIECE = 256 * KIB
@@ -69,7 +73,9 @@ def main() -> None:
     )
     parser.add_argument("-n", type=int, default=200)
     args = parser.parse_args()
-    handle = serve.run(serve.deployment(Sender).bind(serve.deployment(Receiver).bind()))
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    replica = serve.deployment(ray_actor_options={"runtime_env": config["controller_options"]["runtime_env"]})
+    handle = serve.run(replica(Sender).bind(replica(Receiver).bind()))
     print("KiB       in the message: wall  loop    by reference: wall  loop   (ms)")
     for size in SIZES:
         inline, ref = handle.compare.remote(size, args.n).result()
