@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -255,12 +255,12 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         check_model(request.model)
         return (await pipeline.decode(request.tokens, deadline)).text
 
-    if settings.enable_reset_mm_cache:
-
-        @app.post("/reset_mm_cache")
-        async def reset_mm_cache() -> Response:
-            await pipeline.reset_caches()
-            return Json({})
+    @app.post("/reset_mm_cache")
+    async def reset_mm_cache() -> Response:
+        if not settings.enable_reset_mm_cache:
+            raise HTTPException(404, "Not Found; enable_reset_mm_cache switches it on")
+        await pipeline.reset_caches()
+        return Json({})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -387,7 +387,7 @@ class Answer:
         left, key = self._left, self._writer.id
         stream = self._pipeline.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
         times = observe.TokenTimes()
-        async with aclosing(stream) as deltas, _told() as tell:
+        async with aclosing(stream) as deltas:
             async for delta in deltas:
                 self._timings.saw(delta)
                 times.saw(delta)
@@ -401,7 +401,7 @@ class Answer:
                 if not left:
                     return
                 if piece.finish_reason and not delta.finish_reason:
-                    tell(self._pipeline.end(key, piece.index))
+                    _tell(self._pipeline.end(key, piece.index))
 
     def _piece(self, delta: Delta) -> _Piece:
         stream = self._texts[delta.index]
@@ -504,16 +504,14 @@ async def _sse(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> A
     yield b"data: [DONE]\n\n"
 
 
-@asynccontextmanager
-async def _told() -> AsyncIterator[Callable[[Coroutine[Any, Any, None]], None]]:
-    """What is told meanwhile holds nobody up, and is not told any more afterwards."""
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        yield lambda telling: tasks.append(asyncio.create_task(telling))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+_telling: set[asyncio.Task[None]] = set()
+
+
+def _tell(telling: Coroutine[Any, Any, None]) -> None:
+    """Holds nobody up, and goes on when the request has ended: Ray does not like to be cancelled in this."""
+    task = asyncio.create_task(telling)
+    _telling.add(task)
+    task.add_done_callback(_telling.discard)
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -522,7 +520,10 @@ def _event(content: dict[str, Any]) -> bytes:
 
 def _envelope(error: ServingError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return error_envelope(error.message, kind, error.param, error.code)
+    message, item = error.message, error.param or ""
+    if item.startswith("messages[") and item not in message:  # clients print the message alone
+        message = f"{item}: {message}"
+    return error_envelope(message, kind, error.param, error.code)
 
 
 def _error_response(error: ServingError) -> Response:

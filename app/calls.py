@@ -27,6 +27,7 @@ from deployments.release import collect_soon
 T = TypeVar("T")
 TEXT = "text"  # the modality of calls about no item
 _TOLD_S = 1  # a replica that does not answer holds nobody up for longer
+_LATE_S = 0.1  # after the deadline: a reader that waits has been told by then
 logger = logging.getLogger("ray.serve")
 
 
@@ -141,13 +142,18 @@ async def call(
 async def stream(
     method: Any, *args: Any, stage: str, deadline: Deadline, modality: str = TEXT
 ) -> AsyncGenerator[Any]:
-    """The stage's stream of Delta; leaving it early, for whatever reason, ends it there too."""
+    """The stage's stream of Delta; leaving it early, for whatever reason, ends it there too, and so does the
+    deadline while nobody reads.
+    """
     start, queue_ms = deadline.ms(), None
     with calling(stage, modality), tracing.calling(stage) as context:
         responses = method.remote(*args, **context)
+        late = asyncio.get_running_loop().call_later(deadline.left_s() + _LATE_S, responses.cancel)
         try:
             with _translated(responses, stage, deadline):
                 while True:
+                    if not deadline.left_s():
+                        raise TimeoutError
                     async with asyncio.timeout(deadline.left_s()):
                         delta = await _awaited(anext(responses, None))
                     if delta is None:
@@ -156,6 +162,7 @@ async def stream(
                         queue_ms = delta.queue_ms
                     yield delta
         finally:
+            late.cancel()
             if queue_ms is not None:
                 CALL_QUEUE.observe(queue_ms / 1000, stage, modality)
                 CALL_SERVICE.observe((deadline.ms() - start - queue_ms) / 1000, stage, modality)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validat
 from app.api import ApiSettings
 from app.auth import key_digests
 from app.protocol import MediaIOKwargs
+from deployments.checkpoint import resolve
 from deployments.embeddings import EmbeddingsConfig
 from deployments.media import MediaConfig
 from deployments.model import ModelConfig
@@ -65,8 +66,13 @@ class AppConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         model = data.get("model", cls.model_fields["model"].default)
-        if isinstance(model, str) and Path(model).is_dir():
-            model = str(Path(model).resolve())  # replicas have a working directory of their own
+        if isinstance(model, str):
+            try:
+                resolve(model)
+            except FileNotFoundError as error:
+                raise ValueError(str(error)) from None
+            if Path(model).is_dir():
+                model = str(Path(model).resolve())  # replicas have a working directory of their own
         stages = {stage: {**data.get(stage, {}), "model": model} for stage in _OF_MODEL}
         template = data.get("chat_template")
         if isinstance(template, str) and template:

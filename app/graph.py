@@ -26,6 +26,10 @@ def build(args: AppConfig) -> Application:
     return _stage(Ingress).bind(args.api, tokenizer, media, embeddings, preprocessor, model)
 
 
+DEPLOYMENTS = [
+    cls.__name__ for cls in (Ingress, Tokenizer, MediaLoader, EmbeddingLoader, MMPreprocessor, Model)
+]
+
 # A string: routers live in other processes.
 _BY_CONTENT = RequestRouterConfig(request_router_class="deployments.affinity:AffinityRouter")
 

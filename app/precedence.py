@@ -16,8 +16,10 @@ T = TypeVar("T")
 _GIVEN_S = 0.05  # what a body may wait beyond the time for which it was read
 _AT_ONCE_S = 0.25  # at most in one piece: longer waits of a text are for something else
 
-_MOVING_S = 0.01  # a body of which nothing came for so long is waited for by no other
-_LOOK_S = 0.004  # so often is looked
+# A body whose client or network is the slower one is waited for by no other: its chunks are small, or late.
+_BACKED_UP = 96 * 1024  # bytes of a chunk that waited to be read; HAProxy hands over up to 128 KiB at once
+_MOVING_S = 0.01
+_LOOK_S = 0.004  # so often looks the one that is next
 _PATIENCE_S = 2.0  # that a body waits for others in all, so that no number of them stops it
 
 
@@ -27,8 +29,8 @@ class Precedence:
     Reading a body of 100 MB keeps the ingress, HAProxy and the client at work for as long as they may, and a
     text, which asks very little of each of them, would wait for a core at every hop.
 
-    Bodies that are read side by side would all be there when the last one is. One after the other, the first
-    is loaded while the second is read, and none is there any later.
+    Bodies that are read side by side, each as fast as it can be, would all be there when the last one is. One
+    after the other, the first is loaded while the second is read, and none is there any later.
     """
 
     def __init__(self) -> None:
@@ -82,8 +84,9 @@ class Way:
         self._bodies = bodies
         self._num_bytes = num_bytes
         self._clock = clock
-        self._left = num_bytes
+        self._read = 0
         self._at = clock()  # of its last chunk
+        self._is_backed_up = False
         self._waits = False
         self._credit_s = _GIVEN_S
         self._patience_s = _PATIENCE_S
@@ -92,7 +95,8 @@ class Way:
         """Returns when nobody has precedence; `num_read`: bytes of the body so far."""
         stopped = self._clock()
         self._bodies.add(self)
-        self._left = self._num_bytes - num_read
+        self._is_backed_up = num_read - self._read >= _BACKED_UP
+        self._read = num_read
         self._credit_s = min(self._credit_s + stopped - self._at, _AT_ONCE_S)
         self._waits = True
         try:
@@ -105,8 +109,8 @@ class Way:
     async def _give_to_bodies(self) -> None:
         start = self._clock()
         end = start + self._patience_s
-        while self._is_behind() and self._clock() < end:  # noqa: ASYNC110  # no event tells who stands still
-            await asyncio.sleep(_LOOK_S)
+        while (place := self._place()) and self._clock() < end:  # noqa: ASYNC110  # time decides
+            await asyncio.sleep(_LOOK_S * place)
         self._patience_s -= self._clock() - start
 
     async def _give_to_texts(self) -> None:
@@ -117,7 +121,9 @@ class Way:
                     await self._nobody.wait()
         self._credit_s -= self._clock() - start
 
-    def _is_behind(self) -> bool:
-        now = self._clock()
-        nearer = (other for other in self._bodies if other._left < self._left)
-        return any(other._waits or now - other._at < _MOVING_S for other in nearer)
+    def _place(self) -> int:
+        """In the line: 0 is the one that is read. Who has none would not be read faster if others waited."""
+        now, left = self._clock(), self._num_bytes - self._read
+        nearer = [other for other in self._bodies if other._num_bytes - other._read < left]
+        moving = [other for other in nearer if other._waits or now - other._at < _MOVING_S]
+        return sum(other._is_backed_up for other in moving)

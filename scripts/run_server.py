@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ _BAD = ("WARNING", "ERROR", "CRITICAL")
 _TRACE = re.compile(r"Traceback|Error:")
 # Ray's warning of every address but 0.0.0.0, for clusters of several nodes. Loopback is meant, see README.md.
 _EXPECTED = re.compile(r"HTTPOptions\.host='127\.0\.0\.1' won't accept connections")
-_DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to (start|update) .*replica|DEPLOY_FAILED")
+_DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to update the deployments|DEPLOY_FAILED")
 
 
 def main() -> int:
@@ -67,8 +67,9 @@ def main() -> int:
         told = str(error) if isinstance(error, (OSError, yaml.YAMLError)) else "it is no config of Ray Serve"
         print(f"Headrace cannot start: {args.config}: {told}", file=sys.stderr)
         return 1
-    http = {"host": "127.0.0.1", "port": 8000} | config.get("http_options", {})
-    if problem := wrong_settings(config) or busy_port(http["host"], http["port"], serve_ports(config)):
+    problem = wrong_settings(config)
+    http = {"host": "127.0.0.1", "port": 8000} | ((not problem and config.get("http_options")) or {})
+    if problem := problem or busy_port(http["host"], http["port"], serve_ports(config)):
         print(f"Headrace cannot start: {problem}", file=sys.stderr)
         return 1
     url = f"http://{http['host']}:{http['port']}"
@@ -144,15 +145,57 @@ def bindable(host: str, port: int) -> bool:
 
 
 def wrong_settings(config: dict[str, Any]) -> str | None:
-    """What the application would refuse, told before anything is started."""
+    """What Serve or the application would refuse, or ignore, told before anything is started."""
+    from ray.serve.schema import ServeDeploySchema
+
     from app.config import AppConfig
     from app.protocol import param_path, plainly
 
+    wrong: list[str] = []
+    try:
+        ServeDeploySchema.model_validate(config)
+        wrong += unknown_keys(config)
+    except ValidationError as error:
+        wrong += [f"{param_path(each['loc'])}: {each['msg']}" for each in error.errors()]
+    except (TypeError, ValueError) as error:
+        wrong.append(str(error))
     try:
         AppConfig.model_validate(config["applications"][0].get("args") or {})
     except ValidationError as error:
-        return "; ".join(f"args.{param_path(each['loc'])} {plainly(each)}" for each in error.errors())
-    return None
+        for each in error.errors():
+            path = param_path(each["loc"])
+            wrong.append(f"args.{path} {plainly(each)}" if path else f"args: {plainly(each)}")
+    return "; ".join(wrong) or None
+
+
+def unknown_keys(config: dict[str, Any]) -> Iterator[str]:
+    """Of a config that Serve takes: it drops them without a word."""
+    from ray.serve.schema import (
+        DeploymentSchema,
+        HTTPOptionsSchema,
+        ServeApplicationSchema,
+        ServeDeploySchema,
+    )
+
+    from app import graph
+
+    parts = [("", config, ServeDeploySchema)]
+    parts.append(("http_options.", config.get("http_options", {}), HTTPOptionsSchema))
+    for i, application in enumerate(config["applications"]):
+        place = f"applications[{i}]."
+        parts.append((place, application, ServeApplicationSchema))
+        for j, deployment in enumerate(application.get("deployments", [])):
+            parts.append((f"{place}deployments[{j}].", deployment, DeploymentSchema))
+            if (
+                application["import_path"] == "app.graph:build"
+                and deployment["name"] not in graph.DEPLOYMENTS
+            ):
+                known = ", ".join(graph.DEPLOYMENTS)
+                yield f"{place}deployments[{j}].name: {deployment['name']} is none of {known}"
+    for place, part, schema in parts:
+        for key in part:
+            if key not in schema.model_fields:
+                yield f"{place}{key} is not known here; settings of Headrace are under `args`"
 
 
 def announce(server: subprocess.Popen[str], url: str, give_up: Callable[[], object]) -> None:

@@ -185,3 +185,29 @@ async def test_a_stream_past_its_deadline_says_which_stage_it_was_in(stage) -> N
     assert [await anext(counts), await anext(counts)] == [Delta([0]), Delta([1])]
     with pytest.raises(StageTimeout, match=r"still in Model when its 0\.2 s were over"):
         await anext(counts)
+
+
+class Responses:
+    """Of a call whose stage has more to say than anybody reads."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    def remote(self) -> "Responses":
+        return self
+
+    async def __anext__(self) -> Delta:
+        return Delta([1])
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+async def test_the_deadline_ends_a_stream_that_nobody_reads() -> None:
+    responses = Responses()
+    deltas = stream(responses, stage="Model", deadline=Deadline(0.2))
+    assert await anext(deltas) == Delta([1])
+    async with asyncio.timeout(20):
+        await responses.cancelled.wait()
+    with pytest.raises(StageTimeout, match="still in Model"):
+        await anext(deltas)

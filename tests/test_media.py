@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import gc
 import gzip
 import io
 import logging
@@ -491,3 +493,27 @@ async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.Monke
         loaded = await asyncio.gather(*(loader.load(source, OPTIONS, 30) for _ in range(callers)))
     assert decoded == 1
     assert len({media.digest for media in loaded}) == 1
+
+
+async def test_work_that_fails_as_its_last_waiter_leaves_prints_no_traceback() -> None:
+    flights: SingleFlight[None] = SingleFlight()
+    release, told = asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+    async def fails() -> None:
+        await release.wait()
+        raise InvalidMedia("broken")
+
+    waiter = asyncio.create_task(flights.run("key", fails))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.sleep(0)
+    waiter.cancel()
+    with contextlib.suppress(asyncio.CancelledError, InvalidMedia):
+        await waiter
+    del waiter
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not told

@@ -88,34 +88,36 @@ async def test_who_fails_or_leaves_is_waited_for_no_more() -> None:
             await way.give(0)
 
 
+MIB = 2**20
+
+
 class Bodies:
-    """Of 100 bytes each, and the clock that they are read by."""
+    """Of 100 MiB each, and the clock that they are read by."""
 
     def __init__(self, precedence: Precedence, stack: contextlib.ExitStack) -> None:
         self.now = 0.0
-        self._new = lambda: stack.enter_context(precedence.way(100, lambda: self.now))
+        self._new = lambda: stack.enter_context(precedence.way(100 * MIB, lambda: self.now))
 
-    async def read(self, num_bytes: int) -> Way:
-        """A body of which so many came, and nobody before it."""
+    async def read(self, mib: int) -> Way:
+        """A body of which so many came, and nobody is before it."""
         way = self._new()
-        await way.give(num_bytes)
+        await way.give(mib * MIB)
         return way
 
-    async def waiting(self, num_bytes: int) -> asyncio.Task[None]:
+    async def waiting(self, mib: int) -> asyncio.Task[None]:
         """That of another one to have its turn."""
-        task = asyncio.create_task(self._new().give(num_bytes))
+        task = asyncio.create_task(self._new().give(mib * MIB))
         await turns()
         assert not task.done()
         return task
 
 
 async def test_of_bodies_the_one_that_is_nearest_to_its_end_is_read_alone() -> None:
-    precedence = Precedence()
     with contextlib.ExitStack() as stack:
-        bodies = Bodies(precedence, stack)
+        bodies = Bodies(Precedence(), stack)
         first = await bodies.read(50)
         second, third = await bodies.waiting(40), await bodies.waiting(30)
-        await first.give(60)  # it has precedence, and goes on
+        await first.give(60 * MIB)  # it has precedence, and goes on
         await bodies.read(99)
         await turns()
         assert not second.done()
@@ -134,18 +136,25 @@ async def test_a_body_that_does_not_come_on_is_not_waited_for() -> None:
             await second
 
 
+async def test_a_body_whose_client_is_slower_than_its_reading_is_not_waited_for() -> None:
+    with contextlib.ExitStack() as stack:
+        bodies = Bodies(Precedence(), stack)
+        first = await bodies.read(50)
+        await first.give(50 * MIB + 16 * 1024)
+        second = await bodies.read(40)
+        await second.give(41 * MIB)
+
+
 async def test_bodies_without_an_end_do_not_stop_another() -> None:
     with contextlib.ExitStack() as stack:
         bodies = Bodies(Precedence(), stack)
         first = await bodies.read(1)
         second = await bodies.waiting(0)
-        for read in range(2, 99):
-            bodies.now += 0.009
-            await first.give(read)
-            await turns()
-        assert not second.done()
         async with asyncio.timeout(20):
+            read = 1
             while not second.done():
                 bodies.now += 0.009
-                await first.give(99)
+                read += 1
+                await first.give(read * MIB)
                 await asyncio.sleep(0)
+        assert bodies.now > 1

@@ -6,12 +6,20 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_server
+import yaml
 from run_server import SERVE_PORTS, announce, busy_port, relay, serve_ports, wrong_settings
 
 from app.auth import ENVIRONMENT
+
+CONFIG = Path(__file__).parent.parent / "serve_config.yaml"
+
+
+def served(**application: Any) -> dict[str, Any]:
+    return {"applications": [{"import_path": "app.graph:build", **application}]}
 
 
 @pytest.fixture
@@ -56,10 +64,37 @@ def test_the_configs_own_ports_count() -> None:
 
 def test_a_wrong_setting_is_told_by_name() -> None:
     args = {"media": {"thread": 2}, "modle": "x", "timeout_s": "soon"}
-    assert wrong_settings({"applications": [{"args": args}]}) == (
+    assert wrong_settings(served(args=args)) == (
         "args.timeout_s must be a number; args.media.thread is not known here; args.modle is not known here"
     )
-    assert wrong_settings({"applications": [{}]}) is None
+    assert wrong_settings(served()) is None
+    assert wrong_settings(yaml.safe_load(CONFIG.read_text())) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({**served(), "timeout_s": 3}, "timeout_s is not known here; settings of Headrace are under `args`"),
+        (served(timeout_s=3), "applications[0].timeout_s is not known here; settings of Headrace are"),
+        ({**served(), "http_options": {"prot": 1}}, "http_options.prot is not known here"),
+        ({**served(), "http_options": None}, "http_options: Input should be a valid dictionary"),
+        (
+            served(deployments=[{"name": "MMPreprocesor"}]),
+            "applications[0].deployments[0].name: MMPreprocesor is none of Ingress, Tokenizer, MediaLoader,",
+        ),
+        (
+            served(deployments=[{"name": "Model", "num_replica": 2}]),
+            "applications[0].deployments[0].num_replica is",
+        ),
+        (
+            served(deployments=[{"name": "Model", "num_replicas": 0}]),
+            "applications[0].deployments[0].num_replicas.constrained-int: Input should be greater than 0",
+        ),
+        (served(args={"model": "/models/nope"}), "args: model '/models/nope': there is no such folder"),
+    ],
+)
+def test_what_serve_would_ignore_or_fail_on_is_told_by_its_place(config: dict[str, Any], told: str) -> None:
+    assert str(wrong_settings(config)).startswith(told)
 
 
 LINES = [
@@ -110,13 +145,16 @@ def test_what_is_no_config_is_told_in_one_line(
     assert told in error.replace(str(config), "")
 
 
-def test_a_failed_deployment_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Deploying app 'headrace' failed with exception:\n",
+        "Failed to update the deployments ['Tokenizer', 'Model'].\n",
+    ],
+)
+def test_a_failed_deployment_ends_the_server(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     given_up = []
-    relay(
-        ["ERROR controller 1 -- Deploying app 'headrace' failed with exception:\n"],
-        False,
-        lambda: given_up.append(1),
-    )
+    relay([f"ERROR controller 1 -- {line}"], False, lambda: given_up.append(1))
     assert given_up == [1]
     assert "Headrace cannot start" in capsys.readouterr().err
 

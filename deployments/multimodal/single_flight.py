@@ -37,6 +37,7 @@ class SingleFlight(Generic[T]):
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(work()))
+            flight.task.add_done_callback(_read)  # it may fail when the last waiter has just left
         else:
             self.joins += 1
         flight.waiters += 1
@@ -52,3 +53,9 @@ class SingleFlight(Generic[T]):
         if error := flight.task.exception():
             raise copy.copy(error) from error  # each its own: who catches it may write to it
         return flight.task.result()
+
+
+def _read(task: asyncio.Task[Any]) -> None:
+    """Of an error that nobody reads asyncio would print the traceback."""
+    if not task.cancelled():
+        task.exception()
