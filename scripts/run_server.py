@@ -122,7 +122,8 @@ def busy_port(host: str, port: int, serve: dict[str, int]) -> str | None:
     patience = time.monotonic() + RELEASE_S
     for name, number in serve.items():
         if not bindable("0.0.0.0", number) and RELEASE_S:
-            print(f"Port {number} is taken; waiting up to {RELEASE_S:.0f} s for it ...", flush=True)
+            print(f"Port {number} is still taken, as by the last server's connections for a minute;", end="")
+            print(f" waiting up to {RELEASE_S:.0f} s for it ...", flush=True)
         while not bindable("0.0.0.0", number):
             if time.monotonic() < patience:
                 time.sleep(0.1)
