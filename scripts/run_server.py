@@ -110,7 +110,9 @@ def hear_interrupts() -> None:
 
 
 def serve_ports(config: dict[str, Any]) -> dict[str, int]:
-    env = config.get("controller_options", {}).get("runtime_env", {}).get("env_vars", {})
+    env = config.get("controller_options") or {}
+    for key in ("runtime_env", "env_vars"):
+        env = env.get(key) or {}
     return {name: int(env.get(name, port)) for name, port in SERVE_PORTS.items()}
 
 
@@ -185,7 +187,7 @@ def unknown_keys(config: dict[str, Any]) -> Iterator[str]:
     for i, application in enumerate(config["applications"]):
         place = f"applications[{i}]."
         parts.append((place, application, ServeApplicationSchema))
-        for j, deployment in enumerate(application.get("deployments", [])):
+        for j, deployment in enumerate(application.get("deployments") or []):
             parts.append((f"{place}deployments[{j}].", deployment, DeploymentSchema))
             if (
                 application["import_path"] == "app.graph:build"

@@ -57,6 +57,11 @@ def test_free_ports_are_no_problem() -> None:
     assert busy_port("127.0.0.1", 0, {"any": 0}) is None
 
 
+@pytest.mark.parametrize("options", [None, {}, {"runtime_env": None}])
+def test_without_settings_of_its_own_serve_takes_its_usual_ports(options: dict[str, Any] | None) -> None:
+    assert serve_ports({"controller_options": options}) == SERVE_PORTS
+
+
 def test_the_configs_own_ports_count() -> None:
     env = {"runtime_env": {"env_vars": {"RAY_SERVE_HAPROXY_STATS_PORT": "1234"}}}
     assert serve_ports({"controller_options": env}) == SERVE_PORTS | {"RAY_SERVE_HAPROXY_STATS_PORT": 1234}
@@ -77,6 +82,7 @@ def test_a_wrong_setting_is_told_by_name() -> None:
         ({**served(), "timeout_s": 3}, "timeout_s is not known here; settings of Headrace are under `args`"),
         (served(timeout_s=3), "applications[0].timeout_s is not known here; settings of Headrace are"),
         ({**served(), "http_options": {"prot": 1}}, "http_options.prot is not known here"),
+        (served(deployments=None), "applications[0].deployments: Input should be a valid list"),
         ({**served(), "http_options": None}, "http_options: Input should be a valid dictionary"),
         (
             served(deployments=[{"name": "MMPreprocesor"}]),
