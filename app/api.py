@@ -139,7 +139,7 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         try:
             check_origin(http)
             check_encoding(http)
-            length = check_length(http)
+            length = declared_length(http)
             with pipeline.precedence.way(length) as way:
                 return await read_body(
                     _chunks(http),
@@ -164,8 +164,8 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
         if encoding.lower() != "identity":
             raise UnsupportedEncoding("Send the body as it is, without a Content-Encoding.")
 
-    def check_length(http: Request) -> float:
-        """Before the first byte, where the client tells the length: else it has no end in sight."""
+    def declared_length(http: Request) -> float:
+        """Infinite where the client tells none. Refuses what is too large before its first byte."""
         if "content-length" not in http.headers:
             return math.inf
         length = int(http.headers["content-length"])
@@ -508,7 +508,9 @@ _telling: set[asyncio.Task[None]] = set()
 
 
 def _tell(telling: Coroutine[Any, Any, None]) -> None:
-    """Holds nobody up, and goes on when the request has ended: Ray does not like to be cancelled in this."""
+    """Holds nobody up, and is not cancelled with the request: of a broadcast that is, Serve leaves an exception
+    behind that nobody reads, and asyncio prints it.
+    """
     task = asyncio.create_task(telling)
     _telling.add(task)
     task.add_done_callback(_telling.discard)
