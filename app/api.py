@@ -508,8 +508,8 @@ _telling: set[asyncio.Task[None]] = set()
 
 
 def _tell(telling: Coroutine[Any, Any, None]) -> None:
-    """Holds nobody up, and is not cancelled with the request: of a broadcast that is, Serve leaves an exception
-    behind that nobody reads, and asyncio prints it.
+    """Holds nobody up, and is not cancelled with the request: of a broadcast that is, Serve leaves an
+    exception behind that nobody reads, and asyncio prints it.
     """
     task = asyncio.create_task(telling)
     _telling.add(task)
