@@ -19,10 +19,10 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.observe import calling
-from deployments import tracing
 from deployments.errors import Overloaded, ServingError, StageTimeout, StageUnavailable
-from deployments.metrics import CALL_QUEUE, CALL_RETRIES, CALL_SERVICE
-from deployments.release import collect_soon
+from deployments.runtime import tracing
+from deployments.runtime.memory import collect_soon
+from deployments.runtime.metrics import CALL_QUEUE, CALL_RETRIES, CALL_SERVICE
 
 T = TypeVar("T")
 TEXT = "text"  # the modality of calls about no item
@@ -66,7 +66,7 @@ class ReplicaDied(Broken):
     """The replica that worked on the call is gone; the call may be tried again elsewhere."""
 
 
-class InputLost(Broken):
+class ObjectLost(Broken):
     """An array that the call refers to went with the process that held it."""
 
 
@@ -125,7 +125,7 @@ async def call(
 ) -> tuple[Any, Timing]:
     """The stage's record, which tells its `service_ms` (and `fetch_ms`), and where the time went.
 
-    Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or InputLost.
+    Raises the stage's own ServingError, StageTimeout, Overloaded, ReplicaDied or ObjectLost.
     """
     start = deadline.ms()
     with calling(stage, modality), tracing.calling(stage) as context:
@@ -174,7 +174,7 @@ async def tell_all(handle: Any, method: str, *args: Any) -> None:
         await handle.broadcast(method, *args).results_async(timeout_s=_TOLD_S, return_exceptions=True)
 
 
-async def once_more(
+async def retry_once(
     attempt: Callable[[], Awaitable[T]], again: Callable[[], Awaitable[T]] | None = None, *, on: type[Broken]
 ) -> T:
     """One retry of an idempotent call, by another way if there is one."""
@@ -186,7 +186,7 @@ async def once_more(
         return await (again or attempt)()
 
 
-async def gather_all(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:
     """`asyncio.gather`, but nothing runs on after it.
 
     When one fails, the others are cancelled and awaited; what is raised is the earliest real failure in the
@@ -245,7 +245,7 @@ def _mapped(error: Exception, stage: str) -> Exception:
         case BackPressureError():
             return Overloaded(f"Too many requests are waiting for {stage}. Try again later.")
         case ObjectLostError():
-            return InputLost(f"{stage} lost an input of the request. Try again.", stage)
+            return ObjectLost(f"{stage} lost an input of the request. Try again.", stage)
         case RayActorError() | DeploymentUnavailableError():
             return ReplicaDied(f"A replica of {stage} ended during the request. Try again.", stage)
         case grpc.aio.AioRpcError() if cause.code() == grpc.StatusCode.UNAVAILABLE:

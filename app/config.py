@@ -10,20 +10,20 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-from app.api import ApiSettings
-from app.auth import key_digests
-from app.protocol import MediaIOKwargs
-from deployments.checkpoint import resolve
-from deployments.embeddings import EmbeddingsConfig
-from deployments.media import MediaConfig
-from deployments.model import ModelConfig
-from deployments.preprocess import PreprocessConfig
-from deployments.tokenizer import TokenizerConfig
+from app.http.auth import key_digests
+from app.http.routes import ApiSettings
+from app.openai.protocol import MediaIOKwargs
+from deployments.processor.checkpoint import resolve
+from deployments.stages.embedding_loader import EmbeddingLoaderConfig
+from deployments.stages.media_loader import MediaLoaderConfig
+from deployments.stages.mm_preprocessor import MMPreprocessorConfig
+from deployments.stages.model import ModelConfig
+from deployments.stages.tokenizer import TokenizerConfig
 from deployments.types import Modality
 
-_STAGES = ("media", "embeddings", "tokenizer", "preprocess", "engine")
-_OF_TEMPLATE = ("tokenizer", "preprocess")
-_OF_MODEL = ("tokenizer", "preprocess", "engine")  # stages that load the checkpoint
+_STAGES = ("media_loader", "embedding_loader", "tokenizer", "mm_preprocessor", "engine")
+_OF_TEMPLATE = ("tokenizer", "mm_preprocessor")
+_OF_MODEL = ("tokenizer", "mm_preprocessor", "engine")  # stages that load the checkpoint
 
 
 class AppConfig(BaseModel):
@@ -45,16 +45,16 @@ class AppConfig(BaseModel):
     enable_prompt_embeds: bool = False
     enable_reset_mm_cache: bool = False  # whether POST /reset_mm_cache is there
     page: bool = True  # the page at /
-    api_keys_file: str = Field(default="", validate_default=True)  # one a line; and see app/auth.py
+    api_keys_file: str = Field(default="", validate_default=True)  # one a line; and see app/http/auth.py
     cors_allow_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = Field(
         default_factory=list
     )  # pages of these origins may ask; *: all
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # of a collector of traces
 
-    media: MediaConfig = Field(default_factory=MediaConfig)
-    embeddings: EmbeddingsConfig = Field(default_factory=EmbeddingsConfig)
+    media_loader: MediaLoaderConfig = Field(default_factory=MediaLoaderConfig)
+    embedding_loader: EmbeddingLoaderConfig = Field(default_factory=EmbeddingLoaderConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
-    preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig)
+    mm_preprocessor: MMPreprocessorConfig = Field(default_factory=MMPreprocessorConfig)
     engine: ModelConfig = Field(default_factory=ModelConfig)
 
     @model_validator(mode="before")

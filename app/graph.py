@@ -9,19 +9,19 @@ from ray.serve.config import RequestRouterConfig
 
 from app.config import AppConfig
 from app.ingress import Ingress
-from deployments.embeddings import EmbeddingLoader
-from deployments.media import MediaLoader
-from deployments.model import Model
-from deployments.preprocess import MMPreprocessor
-from deployments.tokenizer import Tokenizer
+from deployments.stages.embedding_loader import EmbeddingLoader
+from deployments.stages.media_loader import MediaLoader
+from deployments.stages.mm_preprocessor import MMPreprocessor
+from deployments.stages.model import Model
+from deployments.stages.tokenizer import Tokenizer
 
 
 def build(args: AppConfig) -> Application:
     """`import_path: app.graph:build` in serve_config.yaml; replicas, CPUs and queues are set there."""
     tokenizer = _stage(Tokenizer).bind(args.tokenizer)
-    media = _stage(MediaLoader, _BY_CONTENT).bind(args.media)
-    embeddings = _stage(EmbeddingLoader).bind(args.embeddings)
-    preprocessor = _stage(MMPreprocessor, _BY_CONTENT).bind(args.preprocess, args.media.decoder)
+    media = _stage(MediaLoader, _BY_CONTENT).bind(args.media_loader)
+    embeddings = _stage(EmbeddingLoader).bind(args.embedding_loader)
+    preprocessor = _stage(MMPreprocessor, _BY_CONTENT).bind(args.mm_preprocessor, args.media_loader.decoder)
     model = _stage(Model).bind(args.engine)
     return _stage(Ingress).bind(args.api, tokenizer, media, embeddings, preprocessor, model)
 
@@ -31,7 +31,7 @@ DEPLOYMENTS = [
 ]
 
 # A string: routers live in other processes.
-_BY_CONTENT = RequestRouterConfig(request_router_class="deployments.affinity:AffinityRouter")
+_BY_CONTENT = RequestRouterConfig(request_router_class="deployments.runtime.affinity:AffinityRouter")
 
 
 def _stage(cls: type, router: RequestRouterConfig | None = None) -> Any:

@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from ray import serve
 from tokenizers import Tokenizer
 
-from app.api import ApiSettings, create_app
-from app.pipeline import Pipeline, Stages
+from app.fanout import Pipeline, Stages
+from app.http.routes import ApiSettings, create_app
 from app.readiness import missing_stages
-from deployments import tracing
-from deployments.logs import set_up_logs
-from deployments.metrics import publish
-from deployments.release import freeze_start_up, reuse_memory
+from deployments.runtime import tracing
+from deployments.runtime.logs import set_up_logs
+from deployments.runtime.memory import freeze_start_up, reuse_memory
+from deployments.runtime.metrics import publish
 
 
 @serve.ingress()

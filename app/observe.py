@@ -1,4 +1,4 @@
-"""What the ingress sees of requests and calls, as numbers: see `deployments.metrics` for what they are."""
+"""Records what the ingress sees of requests and calls as metrics (`deployments.runtime.metrics`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from types import TracebackType
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app import gate
+from app.http import gate
 from deployments.errors import ServingError
-from deployments.metrics import (
+from deployments.runtime.metrics import (
     BODY_BYTES,
     CALL_CANCELLATIONS,
     CALL_ERRORS,

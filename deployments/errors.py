@@ -11,7 +11,7 @@
     ├── InvalidMedia                 422  the item's bytes are not what they should be
     │   ├── MediaTooLarge            413  the item is over a declared limit (bytes, pixels, seconds, frames)
     │   └── UnsupportedMedia         415  a format or modality we or the model do not take
-    ├── UnknownName                  422  no item is known by this uuid (any more); send it again
+    ├── UnknownUUID                  422  no item is known by this uuid (any more); send it again
     ├── FetchRefused                 422  the URL is not allowed by policy, its host's name is unknown, or the
     │                                     host said 4xx
     ├── FetchFailed                  502  the media host is unreachable, or said 5xx
@@ -92,7 +92,7 @@ class UnsupportedMedia(InvalidMedia):
     code = "unsupported_media"
 
 
-class UnknownName(ServingError):
+class UnknownUUID(ServingError):
     status = 422
     code = "unknown_uuid"
 
@@ -107,7 +107,7 @@ class FetchFailed(ServingError):
     code = "fetch_failed"
 
 
-class NotDecoded(ServingError):
+class ArraysEvicted(ServingError):
     """Between stages only: the arrays of an item are wanted after all."""
 
     status = 409

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy.typing as npt
 
@@ -22,24 +22,19 @@ Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 # Plain text that a processor puts right before and after an item's tokens. It grows together with the text
 # around it, so it is encoded with the prompt.
-Edges = tuple[str, str]
+Affixes = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Named arrays on their way between processes, opaque to whoever only passes them on.
+    """Named arrays on their way between processes. Exactly one of `inline` and `ref` is set.
 
-    Exactly one of `inline` and `ref` is set, but for one that is left out: `Payload(0)`. See
-    `deployments.payload` for packing and unpacking.
+    `deployments.runtime.payload` packs and unpacks them.
     """
 
     nbytes: int  # bytes of all arrays together
     inline: bytes | None = None  # pickled Arrays, for small ones
     ref: Any = None  # ray.ObjectRef of Arrays, for large ones
-
-    @property
-    def is_left_out(self) -> bool:
-        return self.inline is None and self.ref is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +63,21 @@ class MediaOptions:
     decode_again: bool = True  # the arrays are wanted of what was decoded before, too
 
 
-class Name(NamedTuple):
+class MediaUUID(NamedTuple):
     """What a client calls an item. Clients with different salts never see each other's."""
 
     salt: str
     modality: Modality
     uuid: str
+
+
+class VideoMetadata(TypedDict):
+    """Sampling of a video, by the names that Hugging Face processors use."""
+
+    total_num_frames: int
+    fps: float  # of the whole clip
+    frames_indices: list[int]  # of the frames that were kept
+    duration: float  # s
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +90,26 @@ class Media:
 
     modality: Modality
     digest: str  # hex blake3 over modality, the encoded bytes and the options that shaped the arrays
-    payload: Payload
-    info: dict[str, Any]  # what `render` shows as "media", see MediaInfo in docs
-    num_bytes: int  # encoded size as fetched or sent
-    mime: str  # by content, e.g. "image/png"
+    payload: Payload | None = None  # None: the arrays were not kept, or are not needed
+    info: dict[str, Any] = field(default_factory=dict)  # what `render` shows as "media"
+    num_bytes: int = 0  # encoded size as fetched or sent
+    mime: str = ""  # by content, e.g. "image/png"
     service_ms: float = 0.0
     fetch_ms: float = 0.0  # besides: waiting for its host
-    video_metadata: dict[str, Any] | None = None  # {"total_num_frames", "fps", "frames_indices", "duration"}
-    previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.multimodal.previews
+    video_metadata: VideoMetadata | None = None
+    previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.media.previews
     cached: bool = False
-    name: Name | None = None  # by which it may be asked for again
+    uuid: MediaUUID | None = None  # by which it may be asked for again
     param: str = ""  # the item's place in the request, for the log
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoded arrays that travel with the record."""
+        return self.payload.nbytes if self.payload else 0
 
 
 # Features with the seconds of a step of a video's grid, as families call them; clients may use either.
-SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+SECONDS_PER_GRID = ("second_per_grid_ts", "video_second_per_grid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +122,8 @@ class EmbedsForm:
     token_types: dict[str, int] = field(default_factory=dict)  # of per-token features: their value
     grid: str = ""  # name of the feature (t, h, w) that the model derives positions from; empty: none
     merge: int = 1  # so many cells of the grid's height, and of its width, are one embedding
-    edges: Edges = ("", "")
-    seconds: str = ""  # the one of SECONDS that the model takes; empty: none
+    affixes: Affixes = ("", "")
+    seconds: str = ""  # the one of SECONDS_PER_GRID that the model takes; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ class EmbeddingSource:
     """One item's embeddings as the client sent them, by its names and in its order.
 
     For a name there is the base64 of a torch.save, safetensors or npy file, in pieces (uint8[n] each, see
-    `deployments.payload.unpack_pieces`), or plain numbers, int64 or float64.
+    `deployments.runtime.payload.unpack_pieces`), or plain numbers, int64 or float64.
     """
 
     modality: Modality | None  # None: prompt embeddings
@@ -155,15 +164,20 @@ class MMFeatures:
     digest: str  # hex blake3 over all that shaped the features: the media, the processor, its settings
     num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
     replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
-    payload: Payload
+    payload: Payload | None  # None: left out of a message for which it is too large
     shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name), as the processor's
     service_ms: float = 0.0
     cached: bool = False
-    edges: Edges = ("", "")
+    affixes: Affixes = ("", "")
     family: str = ""  # class of the processor: how features of several items join
     normalizations: dict[str, Normalization] = field(
         default_factory=dict
     )  # feature name -> what is left to do
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that travel with the record."""
+        return self.payload.nbytes if self.payload else 0
 
     @property
     def length(self) -> int:

@@ -41,7 +41,7 @@ import soundfile
 from PIL import Image
 
 from deployments.errors import ServingError
-from deployments.media import MediaConfig, MediaLoader
+from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
 from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ MIB = 2**20
 LIMIT = 64 * MIB
 GOAL = 2.0
 TIMEOUT_S = 120.0
-CONFIG = MediaConfig(
+CONFIG = MediaLoaderConfig(
     niceness=0,
     allowed_private_networks=["127.0.0.0/8"],
     max_image_bytes=LIMIT,
@@ -170,8 +170,8 @@ async def load_one(loader: MediaLoader, bomb: Bomb, sent: bytes, url: str = "") 
     pieces = [np.frombuffer(sent, np.uint8)]
     options = MediaOptions(num_frames=bomb.num_frames)
     with (
-        patch("deployments.media.unpack_pieces", AsyncMock(return_value=pieces)),
-        patch("deployments.media.pack", Mock(return_value=payload)),
+        patch("deployments.stages.media_loader.unpack_pieces", AsyncMock(return_value=pieces)),
+        patch("deployments.stages.media_loader.pack", Mock(return_value=payload)),
     ):
         return await loader.load(source, options, TIMEOUT_S)
 

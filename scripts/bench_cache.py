@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import io
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -24,8 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from cluster import MediaServer, Server, chat, media, media_server
+from tests.support.cluster import MediaServer, Server, chat, media, media_server
 
 RENDER = "/v1/chat/completions/render"
 AT_ONCE = 32

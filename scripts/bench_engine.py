@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from deployments.checkpoint import load_model
 from deployments.engine.base import Engine, EngineItem
 from deployments.engine.batched_engine import BatchedEngine, Limits
 from deployments.engine.transformers_engine import TransformersEngine
-from deployments.types import MMFeatures, Modality, Payload, Prompt, SamplingParams
+from deployments.processor.checkpoint import load_model
+from deployments.types import MMFeatures, Modality, Prompt, SamplingParams
 
 PROMPT, SHORTEST, LONGEST = 32, 16, 112
 ROUNDS = 5
@@ -263,7 +263,7 @@ def image(model: Any, seed: int, height: int = 24, width: int = 24) -> EngineIte
         "mm_token_type_ids": np.array([[0] + [1] * num_tokens + [0]]),
     }
     digest = hashlib.sha256(pixels.tobytes()).hexdigest()
-    return EngineItem(MMFeatures(Modality.IMAGE, digest, num_tokens, ids, Payload(0), {}), arrays)
+    return EngineItem(MMFeatures(Modality.IMAGE, digest, num_tokens, ids, None, {}), arrays)
 
 
 def tiny_qwen() -> Any:

@@ -49,15 +49,15 @@ from ray.serve import Application
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import app.api
 import app.graph
+import app.http.routes
 import app.ingress
-from app import gate, middleware
 from app.config import AppConfig
-from app.intake import Body
+from app.http import gate, middleware
+from app.intake.body import Body
 from deployments.errors import PromptTooLong
-from deployments.multimodal.base64 import decode
-from deployments.payload import unpack_pieces
+from deployments.media.base64_stream import decode
+from deployments.runtime.payload import unpack_pieces
 from deployments.types import EmbeddingSource
 
 ROOT = Path(__file__).parent.parent
@@ -159,7 +159,7 @@ def _be_plain() -> None:
         document = b"".join([chunk async for chunk in chunks])
         return Body(document, {}, len(document))
 
-    vars(app.api).update(read_body=read_body, parse=lambda body: json.loads(body.document))
+    vars(app.http.routes).update(read_body=read_body, parse=lambda body: json.loads(body.document))
 
 
 class _InProcess:
@@ -206,7 +206,7 @@ class Server:
             port = int(config["http_options"]["port"])
             with Path(folder, "log.txt").open("w+") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "scripts.run_server", str(path)],
+                    [sys.executable, "-m", "app.launcher", str(path)],
                     cwd=ROOT,
                     env={**os.environ, "RAY_ADDRESS": "local", "HEADRACE_BENCH": mark},
                     stdout=log,

@@ -43,20 +43,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]
 os.environ["RAY_AUTH_MODE"] = "token"  # as local clusters have it; Ray reads it when it is imported
 
 import numpy as np  # noqa: E402
 import ray  # noqa: E402
-from bench_media import jpeg  # noqa: E402
-from cluster import Server, argument, marked, read  # noqa: E402
 from ray import serve  # noqa: E402
-from tiny_models import qwen_vl  # noqa: E402
 
-from deployments.multimodal import image  # noqa: E402
-from deployments.multimodal.image import ImageLimits  # noqa: E402
-from deployments.payload import pack, unpack  # noqa: E402
-from deployments.types import Arrays, Chat, Media, Modality, Payload  # noqa: E402
+from deployments.media import image  # noqa: E402
+from deployments.media.image import ImageLimits  # noqa: E402
+from deployments.runtime.payload import pack, unpack  # noqa: E402
+from deployments.types import Arrays, Chat, Media, Modality  # noqa: E402
+from scripts.bench_media import jpeg  # noqa: E402
+from tests.support.cluster import Server, argument, marked, read  # noqa: E402
+from tests.support.tiny_models import qwen_vl  # noqa: E402
 
 MAX_PIXELS = 200704
 SIZES = {"512²": (512, 512), "1024²": (1024, 1024), "2048²": (2048, 2048), "12 MP": (4000, 3000)}
@@ -195,7 +194,7 @@ def tokenize(server: Server, model: str) -> None:
 
 
 async def _tokenize(server: Server, tokenizer: Any) -> None:
-    encode = tokenizer.options(_by_reference=False).encode  # as app/pipeline.py does
+    encode = tokenizer.options(_by_reference=False).encode  # as app/fanout.py does
 
     async def once() -> object:
         return await encode.remote(CHAT)
@@ -339,9 +338,9 @@ def stages_inside(model: str) -> tuple[Any, Any]:
     """The prompt encoder, and an item processor for each thread."""
     import torch
 
-    from deployments.chat_encoder import ChatEncoder
-    from deployments.checkpoint import load_processor, load_prompting
-    from deployments.item_processor import ItemProcessor
+    from deployments.processor.chat_encoder import ChatEncoder
+    from deployments.processor.checkpoint import load_processor, load_prompting
+    from deployments.processor.item_processor import ItemProcessor
 
     torch.set_num_threads(1)
 
@@ -554,7 +553,7 @@ def _by_replica(server: Server, request_id: str) -> list[int]:
 
 def bare(model: str) -> None:
     """In a process of its own: images a second, by transformers' processor and by ours."""
-    from deployments.checkpoint import load_processor
+    from deployments.processor.checkpoint import load_processor
 
     _, processors = stages_inside(model)
     processor, ours = load_processor(model), processors.get()
@@ -617,7 +616,7 @@ def in_a_row(model: str) -> None:
     """In a process of its own: bodies on stdin, milliseconds on stdout."""
     import torch
 
-    from deployments.checkpoint import load_model
+    from deployments.processor.checkpoint import load_model
 
     encoder, processors = stages_inside(model)
     processor, loaded = processors.get(), load_model(model, "cpu", "auto")
@@ -632,17 +631,17 @@ def in_a_row(model: str) -> None:
 def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> Any:
     from deployments.engine.assemble import assemble
     from deployments.engine.base import EngineItem
-    from deployments.multimodal.placeholders import run_lengths
+    from deployments.processor.placeholders import run_lengths
     from deployments.types import MMFeatures
 
     (message,) = json.loads(body)["messages"]
     part, text = message["content"]
     data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
     pixels = image.decode(data, ImageLimits()).arrays
-    media = Media(Modality.IMAGE, "", Payload(0), {}, 0, "")
+    media = Media(Modality.IMAGE, "")
     (done,) = processor.process([(media, pixels)])
     prompt = encoder.encode(Chat([{"role": "user", "content": [{"type": "image"}, text]}]))
-    features = MMFeatures(Modality.IMAGE, "", done.num_tokens, run_lengths(done.token_ids), Payload(0), {})
+    features = MMFeatures(Modality.IMAGE, "", done.num_tokens, run_lengths(done.token_ids), None, {})
     accepts = {"input_ids", "attention_mask", "mm_token_type_ids", *done.features}
     inputs = assemble(prompt, [EngineItem(features, done.features)], accepts, model.dtype)
     return model.generate(**inputs, max_new_tokens=1, do_sample=False, pad_token_id=0)

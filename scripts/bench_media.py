@@ -33,9 +33,9 @@ import soxr
 from aiohttp import web
 from PIL import Image, ImageOps
 
-from deployments.media import MediaConfig, MediaLoader
-from deployments.payload import pack_pieces
-from deployments.pool import WorkPool
+from deployments.runtime.payload import pack_pieces
+from deployments.runtime.pool import WorkPool
+from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
 from deployments.types import Arrays, MediaOptions, MediaSource, Modality, Payload
 
 WARM_UP = 2
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 async def run(n: int, niceness: int) -> None:
-    loader = MediaLoader(MediaConfig(niceness=niceness, allowed_private_networks=["127.0.0.0/8"]))
+    loader = MediaLoader(MediaLoaderConfig(niceness=niceness, allowed_private_networks=["127.0.0.0/8"]))
     pool = WorkPool(1, niceness)
     try:
         print(f"{'':<20} {'load ms':>8} {'bare ms':>8} {'ratio':>6} {'more ms':>8}   median of {n}")
@@ -102,7 +102,7 @@ async def compare(file: File, loader: MediaLoader, pool: WorkPool, n: int) -> No
     bare = BARE[file.modality]
     kept = _Kept()
     loads, bares = [], []
-    with patch("deployments.media.pack", kept):
+    with patch("deployments.stages.media_loader.pack", kept):
         for _ in range(n + WARM_UP):
             loads.append(await wall_ms(loader.load(source, OPTIONS, TIMEOUT_S)))
             expected, ms = await pool.run(bare, file.data)

@@ -13,24 +13,19 @@ import asyncio
 import contextlib
 import logging
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import httpx
 import ray
-from bench_latency import image_request, text_request
-
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from local_graph import LocalGraph  # the tests' server without a cluster
 
 from app import calls, observe
 from app.config import AppConfig
-from deployments import metrics
+from deployments.runtime import metrics
 from deployments.types import Delta
+from scripts.bench_latency import image_request, text_request
+from tests.support.local_graph import LocalGraph  # the tests' server without a cluster
 
 PATH = "/v1/chat/completions"
 

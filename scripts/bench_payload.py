@@ -21,8 +21,8 @@ from unittest.mock import patch
 import yaml
 from ray import serve
 
-from deployments import payload
-from deployments.payload import pack_pieces, unpack_pieces
+from deployments.runtime import payload
+from deployments.runtime.payload import pack_pieces, unpack_pieces
 from deployments.types import Payload
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,6 @@ import http.client
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -25,17 +24,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from bench_latency import Body, image_request, text_request  # noqa: E402
-from cluster import Server, free_ports, read  # noqa: E402
-from collector import Collector, listening  # noqa: E402
-from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
-
-from deployments import tracing  # noqa: E402
+from deployments.runtime import tracing
+from scripts.bench_latency import Body, image_request, text_request
+from tests.support.cluster import Server, free_ports, read
+from tests.support.collector import Collector, listening
 
 WARM_UP = 5
 STAGES = ("Ingress", "Tokenizer", "MediaLoader", "EmbeddingLoader", "MMPreprocessor", "Model")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from synthetic_media import Modality, make_item, write_audio, write_clip, write_image
+
+from tests.support.synthetic_media import Modality, make_item, write_audio, write_clip, write_image
 
 QUESTION = "What do you see and hear?"
 FILES: dict[Modality, tuple[str, ...]] = {

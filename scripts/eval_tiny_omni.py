@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import Generator
-from synthetic_media import Item, Modality, make_audio, make_clip, make_image, make_item
-from tiny_omni.conversations import Conversation, Draw, make_conversation
-from tiny_omni.features import process
-from tiny_omni.language_model import SUITES
 from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+from scripts.tiny_omni.conversations import Conversation, Draw, make_conversation
+from scripts.tiny_omni.features import process
+from scripts.tiny_omni.language_model import SUITES
+from tests.support.synthetic_media import Item, Modality, make_audio, make_clip, make_image, make_item
 
 MODEL = Path(__file__).parent.parent / "deployments" / "tiny_omni"
 SEED = 2025  # training uses 0, its progress report 1

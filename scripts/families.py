@@ -1,20 +1,18 @@
-"""The exactness table: every family in tests/tiny_families.py, items apart against one call of its processor.
+"""The exactness table: each family of tests/support/tiny_families.py, items apart against one call.
 
 scripts/families.py            prints docs/families.md
-scripts/families.py --write    writes it; tests/test_families.py keeps it true
+scripts/families.py --write    writes it; tests/deployments/processor/test_families.py keeps it true
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 DOCS = ROOT / "docs" / "families.md"
 
@@ -25,8 +23,8 @@ Written by `scripts/families.py`; a test keeps it true.
 
 The model gets bit for bit what its Hugging Face processor gives for the whole conversation, though items are
 processed apart, in parallel. For each family below a tiny processor of its kind is built
-(`tests/tiny_families.py`), and a conversation of six messages with three items of each modality, of different
-sizes, goes both ways: item by item, and through one call of
+(`tests/support/tiny_families.py`), and a conversation of six messages with three items of each modality, of
+different sizes, goes both ways: item by item, and through one call of
 `processor.apply_chat_template(..., tokenize=True, return_dict=True)`. "Equal" counts the tensors, token ids
 among them, that are the same in every bit.
 
@@ -43,14 +41,15 @@ TAIL = """
 
 ## Other families
 
-The code names families only in the table of `deployments/multimodal/joining.py`, for features that are not
+The code names families only in the table of `deployments/processor/joining.py`, for features that are not
 simply concatenated. When `MMPreprocessor` starts, it tries a few small items of each modality both ways
-(`deployments/exactness.py`), with the checkpoint's own processor and template. A modality that does not come
-out equal is left out, and the log says which, of what family, and why; a model with media of which none come
-out does not start. PaliGemma, for example, is refused: its processor writes into the text around the images.
+(`deployments/processor/exactness.py`), with the checkpoint's own processor and template. A modality that does
+not come out equal is left out, and the log says which, of what family, and why; a model with media of which
+none come out does not start. PaliGemma, for example, is refused: its processor writes into the text around
+the images.
 
-Equal bits need `preprocess.torch_threads: 1`, the default. With more, torch may round otherwise when a batch
-has another size, in the processor's own calls, too.
+Equal bits need `mm_preprocessor.torch_threads: 1`, the default. With more, torch may round otherwise when a
+batch has another size, in the processor's own calls, too.
 
 The model of GLM-4V in transformers 5.24 takes images or videos in one request, and fails on both together.
 SmolVLM's processor needs the package `num2words`.
@@ -64,14 +63,14 @@ def document() -> str:
 
 
 def _families() -> list[Any]:
-    from tiny_families import FAMILIES  # type: ignore[import-not-found]
+    from tests.support.tiny_families import FAMILIES
 
     return list(FAMILIES)
 
 
 def _row(family: Any) -> str:
-    from tiny_families import compared, conversation, samples
-    from tiny_models import item_processor
+    from tests.support.tiny_families import compared, conversation, samples
+    from tests.support.tiny_models import item_processor
 
     items = item_processor(family.folder())
     items_of = samples(family)
@@ -79,7 +78,7 @@ def _row(family: Any) -> str:
     how = []
     for modality in items.spec().modalities:
         alike = [item for item in items_of if item[0].modality == modality]
-        texts = any(any(each.edges) for item in alike for each in items.process([item]))
+        texts = any(any(each.affixes) for item in alike for each in items.process([item]))
         way = "together" if modality in items.spec().together else "apart"
         how.append(f"{modality} {way}" + (", texts" if texts else ""))
     cells = [

@@ -37,12 +37,12 @@ from PIL import Image
 from yarl import URL
 
 from deployments.errors import ServingError
-from deployments.multimodal import audio, data_uri, image, video
-from deployments.multimodal.audio import AudioLimits
-from deployments.multimodal.decoding import DecodingCancelled
-from deployments.multimodal.image import ImageLimits
-from deployments.multimodal.urls import UrlPolicy
-from deployments.multimodal.video import VideoLimits
+from deployments.media import audio, data_uri, image, video
+from deployments.media.audio import AudioLimits
+from deployments.media.containers import DecodingCancelled
+from deployments.media.image import ImageLimits
+from deployments.media.urls import UrlPolicy
+from deployments.media.video import VideoLimits
 
 ROOT = Path(__file__).parent.parent
 HANGS_S = 30

@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboard and the table in docs/metrics.md, both from deployments/metrics.py.
+"""Writes the Grafana dashboard and the table in docs/metrics.md, both from deployments/runtime/metrics.py.
 
 python -m scripts.make_dashboard
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deployments import metrics as m
+from deployments.runtime import metrics as m
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "docs" / "grafana" / "headrace.json"

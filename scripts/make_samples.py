@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import numpy as np
-from synthetic_media import make_audio, make_clip, make_image, write_audio, write_clip, write_image
+
+from tests.support.synthetic_media import (
+    make_audio,
+    make_clip,
+    make_image,
+    write_audio,
+    write_clip,
+    write_image,
+)
 
 FOLDER = Path(__file__).parent.parent / "docs" / "samples"
 LABELS = {  # file name -> what is in it

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from webdriver import ENTER, ESCAPE, Browser
+from tests.support.webdriver import ENTER, ESCAPE, Browser
 
 SAMPLES = Path(__file__).parent.parent / "docs" / "samples"
 MIXED = [SAMPLES / name for name in ("photo.png", "sound.wav", "clip.mp4")]

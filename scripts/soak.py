@@ -33,13 +33,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]
+import aiohttp
+import numpy as np
 
-import aiohttp  # noqa: E402
-import numpy as np  # noqa: E402
-from cluster import Server, marked, read  # noqa: E402
-from synthetic_media import make_item, write_audio, write_clip, write_image  # noqa: E402
+from tests.support.cluster import Server, marked, read
+from tests.support.synthetic_media import make_item, write_audio, write_clip, write_image
 
 ANSWER_S = 3.0
 HUNG_S = 150.0
@@ -70,7 +68,7 @@ def main() -> None:
 
 def small_caches(config: Body) -> None:
     config["applications"][0]["args"] |= {
-        "preprocess": {"cache_bytes": 16 * 2**20},
+        "mm_preprocessor": {"cache_bytes": 16 * 2**20},
         "engine": {"encoder_cache_bytes": 4 * 2**20},
     }
 

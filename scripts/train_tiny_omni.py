@@ -22,13 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from synthetic_media import (
+
+from scripts.tiny_omni.checkpoint import make_model, make_processor, save
+from scripts.tiny_omni.encoders import ENCODER_STEPS, train_encoders
+from scripts.tiny_omni.features import make_pool
+from scripts.tiny_omni.language_model import POOL_SIZES, STAGES, train_conversations
+from tests.support.synthetic_media import (
     MODALITIES,
 )
-from tiny_omni.checkpoint import make_model, make_processor, save
-from tiny_omni.encoders import ENCODER_STEPS, train_encoders
-from tiny_omni.features import make_pool
-from tiny_omni.language_model import POOL_SIZES, STAGES, train_conversations
 
 log = logging.getLogger("train_tiny_omni")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster import Server
 from hypothesis import settings
-from webdriver import DRIVER, Browser
+
+from tests.support.cluster import Server
+from tests.support.webdriver import DRIVER, Browser
 
 # pytest's own time limit holds; how long one example takes says more about the machine.
 settings.register_profile("headrace", deadline=None)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deployments.engine.base import EngineItem
-from deployments.multimodal.joining import join
-from deployments.multimodal.placeholders import PER_TOKEN
+from deployments.processor.joining import join
+from deployments.processor.placeholders import PER_TOKEN
 from deployments.types import Prompt
 
 _ALWAYS = frozenset({"input_ids", "attention_mask"})

@@ -25,7 +25,7 @@ from deployments.engine.threaded import (
     eos_token_ids,
 )
 from deployments.errors import ServingError
-from deployments.pool import lower_priority
+from deployments.runtime.pool import lower_priority
 from deployments.types import Delta, ModelSpec
 
 logger = logging.getLogger("ray.serve")

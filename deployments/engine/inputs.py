@@ -16,12 +16,12 @@ import torch
 from deployments.engine.assemble import assemble, to_tensor
 from deployments.engine.base import EngineItem
 from deployments.errors import ServingError
-from deployments.multimodal.normalization import as_processed
-from deployments.multimodal.placeholders import PER_TOKEN, Span, expand
-from deployments.types import SECONDS, Modality, Prompt, embeds_name
+from deployments.processor.normalization import as_processed
+from deployments.processor.placeholders import PER_TOKEN, Span, expand
+from deployments.types import SECONDS_PER_GRID, Modality, Prompt, embeds_name
 
 # Features that models derive positions from; all others are for their encoders.
-FOR_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", *SECONDS}) | PER_TOKEN
+FOR_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", *SECONDS_PER_GRID}) | PER_TOKEN
 
 
 def is_embedded(item: EngineItem) -> bool:

@@ -30,12 +30,12 @@ from deployments.engine.blocks import BLANK, BLOCK, RESERVED
 from deployments.engine.inputs import FOR_POSITIONS, for_positions, given, is_embedded, places_of
 from deployments.engine.scheduler import Chunk, MediaSpan
 from deployments.errors import ServingError
-from deployments.multimodal.joining import join_rule
-from deployments.multimodal.placeholders import expand
+from deployments.processor.joining import join_rule
+from deployments.processor.placeholders import expand
 from deployments.types import Prompt
 
-# Families of which tests/test_batched_engine.py compares the answers with `generate`. Text models are served
-# in batches by what their config says of their attention.
+# Families whose answers tests/deployments/engine/test_batched_engine.py compares with `generate`.
+# Text models are served in batches by what their config says of their attention.
 BATCHED = frozenset(
     {
         "glm4v",

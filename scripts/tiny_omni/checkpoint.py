@@ -2,14 +2,6 @@
 
 from pathlib import Path
 
-from synthetic_media import (
-    COLOURS,
-    MODALITIES,
-    MOTIONS,
-    SAMPLE_RATE,
-    SHAPES,
-    SOUNDS,
-)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -23,7 +15,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from tiny_omni.conversations import (
+from scripts.tiny_omni.conversations import (
     ASK_ALL,
     ASK_IDENTITY,
     ASK_ONE,
@@ -35,6 +27,14 @@ from tiny_omni.conversations import (
     REPLIES,
     SYSTEMS,
     WORDS,
+)
+from tests.support.synthetic_media import (
+    COLOURS,
+    MODALITIES,
+    MOTIONS,
+    SAMPLE_RATE,
+    SHAPES,
+    SOUNDS,
 )
 
 NUM_FRAMES = 8  # sampled from every clip, evenly, first and last included

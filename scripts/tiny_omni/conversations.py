@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.random import Generator
-from synthetic_media import (
+
+from tests.support.synthetic_media import (
     MODALITIES,
     Modality,
 )

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.random import Generator
-from synthetic_media import (
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+)
+
+from scripts.tiny_omni.features import Features, Pool
+from tests.support.synthetic_media import (
     COLOURS,
     MODALITIES,
     MOTIONS,
@@ -16,13 +23,6 @@ from synthetic_media import (
     SOUNDS,
     Modality,
 )
-from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    Qwen2_5OmniThinkerForConditionalGeneration,
-)
-
-from tiny_omni.features import Features, Pool
 
 log = logging.getLogger("train_tiny_omni")
 

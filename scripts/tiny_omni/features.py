@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from synthetic_media import (
+from torch import Tensor
+from transformers import (
+    Qwen2_5OmniProcessor,
+)
+
+from scripts.tiny_omni.checkpoint import (
+    MERGE,
+    MIN_AUDIO_SAMPLES,
+    NUM_FRAMES,
+    PATCH,
+    TEMPORAL_PATCH,
+    make_processor,
+)
+from tests.support.synthetic_media import (
     MODALITIES,
     SAMPLE_RATE,
     Clip,
@@ -16,12 +29,6 @@ from synthetic_media import (
     Modality,
     make_item,
 )
-from torch import Tensor
-from transformers import (
-    Qwen2_5OmniProcessor,
-)
-
-from tiny_omni.checkpoint import MERGE, MIN_AUDIO_SAMPLES, NUM_FRAMES, PATCH, TEMPORAL_PATCH, make_processor
 
 
 def sample_indices(total_num_frames: int) -> list[int]:

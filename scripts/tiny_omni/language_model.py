@@ -10,20 +10,26 @@ import torch
 import torch.nn.functional as F
 from numpy.random import Generator
 from numpy.typing import NDArray
-from synthetic_media import (
-    MODALITIES,
-    Modality,
-)
 from torch import Tensor, nn
 from transformers import (
     Qwen2_5OmniProcessor,
     Qwen2_5OmniThinkerForConditionalGeneration,
 )
 
-from tiny_omni.checkpoint import END, MERGE, POSITIONS_PER_SECOND, TURN, make_processor
-from tiny_omni.conversations import ASK_ALL_UNSEEN, Conversation, Draw, make_conversation, make_small_talk
-from tiny_omni.encoders import Descent, encode
-from tiny_omni.features import Features, Pool, swapped
+from scripts.tiny_omni.checkpoint import END, MERGE, POSITIONS_PER_SECOND, TURN, make_processor
+from scripts.tiny_omni.conversations import (
+    ASK_ALL_UNSEEN,
+    Conversation,
+    Draw,
+    make_conversation,
+    make_small_talk,
+)
+from scripts.tiny_omni.encoders import Descent, encode
+from scripts.tiny_omni.features import Features, Pool, swapped
+from tests.support.synthetic_media import (
+    MODALITIES,
+    Modality,
+)
 
 log = logging.getLogger("train_tiny_omni")
 

@@ -1,1 +1,0 @@
-"""Pure functions on media: URL policy, fetching, decoding, hashing. No Ray, no torch, no transformers."""

@@ -1,0 +1,298 @@
+"""The media stage: what a client named becomes pixels, samples and frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
+from deployments.media import data_uri
+from deployments.media.audio import AudioLimits
+from deployments.media.decoder import Decoder, content_digest, silence_pillow
+from deployments.media.fetch import Fetched, Fetcher
+from deployments.media.http_cache import HttpCache
+from deployments.media.image import PILLOW_MAX_PIXELS, ImageLimits
+from deployments.media.urls import UrlPolicy, local_path
+from deployments.media.video import VideoLimits
+from deployments.runtime.logs import log_context
+from deployments.runtime.memory import freeze_start_up, release_on_error
+from deployments.runtime.metrics import publish, report_activity, report_cache
+from deployments.runtime.payload import pack, unpack_pieces
+from deployments.runtime.pool import WorkPool
+from deployments.runtime.single_flight import SingleFlight
+from deployments.runtime.tracing import served, span, traced
+from deployments.stages.base import StageConfig, begin
+from deployments.types import Activity, Media, MediaOptions, MediaSource, Modality
+
+logger = logging.getLogger("ray.serve")
+
+MIB = 2**20
+MAX_REMEMBERED = 10_000  # records of what was decoded before
+
+
+class MediaLoaderConfig(StageConfig):
+    threads: int = Field(default=4, ge=1)  # items decoded at once in a replica
+    niceness: int = Field(default=19, ge=0, le=19)
+
+    allowed_media_domains: list[str] = Field(default_factory=list)  # where empty, every public host
+    allowed_private_networks: list[str] = Field(
+        default_factory=list
+    )  # CIDRs that may be fetched from although not public
+    allowed_local_media_path: str = ""  # folder below which file: URLs may read; off where empty
+    max_redirects: int = Field(default=5, ge=0)
+    connections_per_host: int = Field(default=8, ge=1)
+    cache_bytes: int = Field(default=256 * MIB, ge=0)  # of fetched bodies in a replica; 0: none are kept
+
+    max_image_bytes: int = Field(default=256 * MIB, gt=0)  # encoded, as all three of these
+    max_audio_bytes: int = Field(default=25 * MIB, gt=0)
+    max_video_bytes: int = Field(default=256 * MIB, gt=0)
+    image_fetch_timeout_s: float = Field(default=5.0, gt=0)
+    audio_fetch_timeout_s: float = Field(default=10.0, gt=0)
+    video_fetch_timeout_s: float = Field(default=30.0, gt=0)
+
+    max_image_pixels: int = Field(default=PILLOW_MAX_PIXELS, gt=0, le=PILLOW_MAX_PIXELS)
+    max_image_decoded_bytes: int = Field(default=2048 * MIB, gt=0)
+    max_audio_seconds: float = Field(default=600.0, gt=0)
+    max_audio_decoded_bytes: int = Field(default=256 * MIB, gt=0)
+    max_video_seconds: float = Field(default=3600.0, gt=0)
+    max_video_frames: int = Field(default=500_000, gt=0)  # in the clip, of which the model sees a few
+    max_video_pixels: int = Field(default=2**24, gt=0)  # of one frame
+    max_video_decoded_bytes: int = Field(default=1024 * MIB, gt=0)  # of the frames the model sees
+    video_threads: int = Field(default=1, ge=1)  # of the decoder, for each video
+
+    @model_validator(mode="after")
+    def _is_meant(self) -> Self:
+        _ = self.policy  # raises ValueError for what is no network
+        return self
+
+    @property
+    def policy(self) -> UrlPolicy:
+        return UrlPolicy.of(self.allowed_media_domains, self.allowed_private_networks)
+
+    @property
+    def decoder(self) -> Decoder:
+        return Decoder(
+            ImageLimits(self.max_image_pixels, self.max_image_decoded_bytes),
+            AudioLimits(self.max_audio_seconds, self.max_audio_decoded_bytes),
+            VideoLimits(
+                self.max_video_seconds,
+                self.max_video_frames,
+                self.max_video_pixels,
+                self.max_video_decoded_bytes,
+                self.video_threads,
+            ),
+            {modality: getattr(self, f"max_{modality}_bytes") for modality in Modality},
+        )
+
+    def fetch_timeout_s(self, modality: Modality) -> float:
+        return float(getattr(self, f"{modality}_fetch_timeout_s"))
+
+
+class MediaLoader:
+    """Fetches and decodes one item at a time; concurrent requests for one URL share the work."""
+
+    def __init__(self, config: MediaLoaderConfig) -> None:
+        begin(self, config)
+        silence_pillow()
+        root = config.allowed_local_media_path
+        if root and not Path(root).is_dir():  # not in the config: it may be read on another machine
+            raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
+        self._config = config
+        self._decoder = config.decoder
+        self._pool = WorkPool(config.threads, config.niceness)
+        self._by_url: SingleFlight[Media] = SingleFlight()
+        self._by_content: SingleFlight[Media] = SingleFlight()
+        self._policy = config.policy
+        self._cache = HttpCache(config.cache_bytes)
+        self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
+        self._hits = self._misses = self._evictions = 0  # of these
+        self._fetching = self._fetched = self._done = 0  # items
+        publish(self._report)
+        freeze_start_up()
+
+    async def ready(self) -> None:
+        """Answers once the replica is up."""
+
+    async def reset_cache(self) -> None:
+        self._cache.clear()
+        self._decoded.clear()
+
+    async def close(self) -> None:
+        """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
+        self._pool.shutdown()
+        if "_fetcher" in self.__dict__:
+            await self._fetcher.close()
+
+    @served
+    async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
+        """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
+
+        Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
+
+        Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
+        the same URL.
+        """
+        with log_context(source.param), release_on_error(source.payloads):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    media = await self._load(source, options)
+            except TimeoutError:
+                raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
+            self._done += 1
+            return media
+
+    async def activity(self) -> list[Activity]:
+        return self._activity()
+
+    def _activity(self) -> list[Activity]:
+        cache, pool = self._cache, self._pool
+        return [
+            Activity("fetch", 0, self._fetching, self._fetched, cache.hits, cache.misses),
+            Activity("decode", pool.queued, pool.in_flight, self._done, self._hits, self._misses),
+        ]
+
+    def _report(self) -> None:
+        report_activity(self._activity())
+        cache = self._cache
+        report_cache(
+            "http",
+            hits=cache.hits,
+            misses=cache.misses,
+            joins=self._by_url.joins,
+            evictions=cache.evictions,
+            num_bytes=cache.bytes,
+        )
+        report_cache(
+            "decoded",
+            hits=self._hits,
+            misses=self._misses,
+            joins=self._by_content.joins,
+            evictions=self._evictions,
+        )
+
+    async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
+        if source.kind == "url":
+            key = (source.modality, source.url, options)
+            return await self._by_url.run(key, lambda: self._load_url(source, options))
+        return await self._load_data(source, options)
+
+    @cached_property
+    def _fetcher(self) -> Fetcher:
+        # Not in __init__: a connection pool belongs to the loop it is made on.
+        return Fetcher(
+            self._policy,
+            max_redirects=self._config.max_redirects,
+            connections_per_host=self._config.connections_per_host,
+        )
+
+    async def _load_url(self, source: MediaSource, options: MediaOptions) -> Media:
+        max_bytes = self._decoder.max_bytes[source.modality]
+        if source.url[:5].lower() == "file:":
+            root = self._config.allowed_local_media_path
+            return await self._decode(partial(_read_file, source.url, root, max_bytes), source, options)
+        return await self._load_web(source, options, max_bytes)
+
+    async def _load_web(self, source: MediaSource, options: MediaOptions, max_bytes: int) -> Media:
+        """From the cache where the host lets it, else fetched, and kept once it proved to be media."""
+        url = self._policy.check_url(source.url)  # what was fetched once is no way around the policy
+        start, asked_at = time.perf_counter(), self._cache.now()
+        entry, is_fresh = self._cache.find(url)
+        kept = partial(Fetched([entry.body]).body, max_bytes) if entry else None
+        if kept and is_fresh:
+            return await self._decode(kept, source, options, cached=True)
+        timeout_s = self._config.fetch_timeout_s(source.modality)
+        conditions = entry.conditions if entry else None
+        self._fetching += 1
+        try:
+            with span("fetch"):
+                fetched = await self._fetcher.fetch(url, max_bytes, timeout_s, conditions)
+        finally:
+            self._fetching -= 1
+        self._fetched += 1
+        fetch_ms = (time.perf_counter() - start) * 1000
+        if entry and kept and fetched.not_modified:
+            self._cache.renew(url, entry, fetched.headers, asked_at)
+            return await self._decode(kept, source, options, fetch_ms, cached=True)
+        body = b""
+
+        def read() -> bytes:
+            nonlocal body
+            body = fetched.body(max_bytes)
+            return body
+
+        media = await self._decode(read, source, options, fetch_ms)
+        if fetched.cacheable:
+            self._cache.store(url, body, fetched.headers, asked_at)
+        return media
+
+    async def _load_data(self, source: MediaSource, options: MediaOptions) -> Media:
+        encoded = await unpack_pieces(source.payloads)
+        max_bytes = self._decoder.max_bytes[source.modality]
+        read = partial(data_uri.decode, source.header, encoded, max_bytes)
+        return await self._decode(read, source, options)
+
+    async def _decode(
+        self,
+        read: Callable[[], bytes],
+        source: MediaSource,
+        options: MediaOptions,
+        fetch_ms: float = 0.0,
+        cached: bool = False,
+    ) -> Media:
+        """`read` gives the encoded bytes, in the pool's thread as well."""
+        (data, name), ms = await self._pool.run(content_digest, read, source.modality, options)
+        known = self._decoded.get(name)
+        if known and not (options.decode_again or options.previews):
+            self._hits += 1
+            self._decoded.move_to_end(name)
+            return replace(known, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
+        self._misses += 1
+        work = partial(self._decode_data, data, name, source.modality, options)
+        media = await self._by_content.run((name, options.previews), work)
+        ms += media.service_ms
+        self._remember(replace(media, payload=None, previews=[]))
+        logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
+        return replace(media, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
+
+    async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
+        cancelled = threading.Event()
+        try:
+            media, ms = await self._pool.run(self._decode_now, data, name, modality, options, cancelled)
+        finally:
+            cancelled.set()
+        return replace(media, service_ms=ms)
+
+    @traced("decode")
+    def _decode_now(
+        self, data: bytes, name: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
+    ) -> Media:
+        media, arrays = self._decoder.decode(data, name, modality, options, cancelled)
+        return replace(media, payload=pack(arrays))
+
+    def _remember(self, media: Media) -> None:
+        self._decoded[media.digest] = media
+        if len(self._decoded) > MAX_REMEMBERED:
+            self._decoded.popitem(last=False)
+            self._evictions += 1
+
+
+def _read_file(url: str, root: str, max_bytes: int) -> bytes:
+    path = local_path(url, root)
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError:
+        raise FetchRefused("The file: URL names a file that this server may not read.") from None
+    if len(data) > max_bytes:
+        raise MediaTooLarge(f"The file is over the limit of {max_bytes} bytes.")
+    return data

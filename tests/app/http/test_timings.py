@@ -1,0 +1,153 @@
+"""`timings_ms` and Server-Timing: every millisecond of a request is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from app.config import AppConfig
+from tests.app.http.test_routes import COMPLETIONS, events, png
+from tests.support.cluster import Server, chat, media, media_server
+from tests.support.local_graph import LocalGraph
+from tests.support.paths import SAMPLES
+
+HELD_S = 0.5
+ROUNDING_MS = 0.05  # of some forty numbers with three decimals
+
+
+def told_sum(timings: dict[str, Any]) -> float:
+    """As app/http/timings.py defines it."""
+    ways = [timings["tokenize"], *timings.get("items", [])]
+    model = timings.get("model", {})
+    alone = (timings.get(name, 0) for name in ("intake", "validate", "join", "finish"))
+    return sum(alone) + max(map(way, ways)) + sum(ms for name, ms in model.items() if name != "start")
+
+
+def way(told: dict[str, Any]) -> float:
+    stages = [value for value in told.values() if isinstance(value, dict)] or [told]
+    return sum(ms for stage in stages for name, ms in stage.items() if name != "start")
+
+
+def phases(header: str) -> dict[str, float]:
+    """Of a Server-Timing header, if it is one."""
+    assert re.fullmatch(r"[a-z]+;dur=\d+\.\d(, [a-z]+;dur=\d+\.\d)*", header)
+    return {name: float(ms) for name, ms in re.findall(r"([a-z]+);dur=([\d.]+)", header)}
+
+
+@pytest.fixture(scope="module")
+def graph() -> LocalGraph:
+    return LocalGraph(AppConfig())
+
+
+@pytest.fixture
+async def api(graph: LocalGraph) -> AsyncIterator[httpx.AsyncClient]:
+    async with await graph.client() as client:
+        yield client
+
+
+async def test_nothing_is_told_unless_asked_for(api: httpx.AsyncClient) -> None:
+    assert "timings_ms" not in (await api.post(COMPLETIONS, json=chat("hello"))).json()
+    streamed = await api.post(COMPLETIONS, json=chat("hello", stream=True))
+    assert not any("timings_ms" in chunk for chunk in events(streamed))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("usage", [False, True])
+async def test_of_a_stream_the_last_chunk_tells(api: httpx.AsyncClient, usage: bool, n: int) -> None:
+    request = chat(png(), "what is this?", timings=True, stream=True, n=n)
+    response = await api.post(COMPLETIONS, json=request | {"stream_options": {"include_usage": usage}})
+    *others, last = events(response)
+    assert not any("timings_ms" in chunk for chunk in others)
+    assert told_sum(last["timings_ms"]) == pytest.approx(last["timings_ms"]["total"], abs=ROUNDING_MS)
+    known = phases(response.headers["server-timing"])
+    assert list(known) == ["intake", "validate", "prepare", "join", "queue", "prefill"]
+    assert sum(known.values()) < last["timings_ms"]["total"] + ROUNDING_MS * len(known)
+
+
+async def test_offsets_are_where_the_stages_began(api: httpx.AsyncClient) -> None:
+    request = chat(png((4, 5, 6)), png((7, 8, 9)), "what are these?", timings=True)
+    told = (await api.post(COMPLETIONS, json=request)).json()["timings_ms"]
+    begin = told["intake"] + told["validate"]
+    assert told["tokenize"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+    for item in told["items"]:
+        assert item["load"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+        loaded = item["load"]["start"] + way(item["load"])
+        assert item["preprocess"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
+        assert item["load"]["service"] > 0 < item["preprocess"]["service"]
+    ends = [
+        stage["start"] + way(stage) for item in told["items"] for stage in (item["load"], item["preprocess"])
+    ]
+    end = max(*ends, told["tokenize"]["start"] + way(told["tokenize"]))
+    assert told["model"]["start"] == pytest.approx(end + told["join"], abs=ROUNDING_MS)
+    assert [item["param"] for item in told["items"]] == ["messages[0].content[0]", "messages[0].content[1]"]
+    assert {item["modality"] for item in told["items"]} == {"image"}
+
+
+async def test_an_item_that_is_asked_for_by_name_has_a_stage_of_its_own(api: httpx.AsyncClient) -> None:
+    named = png((1, 2, 3)) | {"uuid": "timed"}
+    await api.post(COMPLETIONS, json=chat(named, "what is this?"))
+    again = {"type": "image_url", "image_url": None, "uuid": "timed"}
+    body = (await api.post(COMPLETIONS, json=chat(again, "what is this?", timings=True))).json()
+    (item,) = body["timings_ms"]["items"]
+    assert set(item) == {"param", "modality", "recall"}
+    assert told_sum(body["timings_ms"]) == pytest.approx(body["timings_ms"]["total"], abs=ROUNDING_MS)
+
+
+async def test_every_answer_about_a_prompt_has_the_header(api: httpx.AsyncClient) -> None:
+    for path, last in (
+        (COMPLETIONS, "finish"),
+        (f"{COMPLETIONS}/render", "finish"),
+        ("/tokenize", "tokenize"),
+    ):
+        response = await api.post(path, json=chat(png(), "what is this?"))
+        told = phases(response.headers["server-timing"])
+        assert list(told)[-2:] == [last, "total"]
+        assert sum(told.values()) - told["total"] == pytest.approx(
+            told["total"], abs=ROUNDING_MS * (len(told) + 1)
+        )
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, f"{COMPLETIONS}/render", "/tokenize", "/detokenize"])
+async def test_so_has_an_error(api: httpx.AsyncClient, path: str) -> None:
+    response = await api.post(path, json={"messages": 1, "tokens": 1})
+    assert response.status_code == 400
+    assert list(phases(response.headers["server-timing"])) == ["total"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_the_times_of_a_mixed_request_are_all_of_it(server: Server) -> None:
+    """Over HTTP: structure by the server's own clock, the whole by the client's."""
+
+    async def held(_: object) -> web.Response:
+        await asyncio.sleep(HELD_S)
+        return web.Response(body=(SAMPLES / "photo.png").read_bytes())
+
+    with media_server() as host:
+        host.handlers["/slow.png"] = held
+        host.content["/sound.wav"] = (SAMPLES / "sound.wav").read_bytes()
+        host.content["/clip.mp4"] = (SAMPLES / "clip.mp4").read_bytes()
+        content = [
+            media("image", f"{host.url}/slow.png"),
+            media("audio", f"{host.url}/sound.wav"),
+            media("video", f"{host.url}/clip.mp4"),
+            "what do you see and hear?",
+        ]
+        start = time.perf_counter()
+        answer = server.post(COMPLETIONS, chat(*content, timings=True))
+        wall_ms = (time.perf_counter() - start) * 1000
+    told = answer.body["timings_ms"]
+    assert told_sum(told) == pytest.approx(told["total"], rel=0.05)
+    assert told["total"] < wall_ms < told["total"] + 2000  # HTTP, HAProxy and a client that is not quick
+    slow, *others = told["items"]
+    assert slow["load"]["fetch"] >= HELD_S * 1000 > max(item["load"].get("fetch", 0) for item in others)
+    assert slow["load"]["service"] < HELD_S * 1000
+    assert all(item["load"]["service"] > 0 for item in told["items"])
+    assert told["model"]["prefill"] > 0 < told["model"]["decode"]

@@ -1,0 +1,283 @@
+import ipaddress
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from yarl import URL
+
+from deployments.errors import FetchRefused
+from deployments.media.urls import UrlPolicy, local_path
+
+POLICY = UrlPolicy()
+
+# Spellings by which servers have been led to themselves, their neighbours or their cloud's metadata.
+HOSTILE = [
+    # loopback
+    *("127.0.0.1", "127.0.0.2", "127.255.255.254", "127.1", "127.0.1", "0177.0.0.1", "0x7f.0.0.1", "0x7f.1"),
+    *("2130706433", "017700000001", "0x7f000001", "0x7F000001", "00000177.0.0.1", "127.0.0.1.", "127.0.0.01"),
+    *("0", "0.0.0.0", "0x0", "00", "[::]", "[::1]", "[0:0:0:0:0:0:0:1]", "[0000::0001]", "[::127.0.0.1]"),
+    *("[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[0:0:0:0:0:ffff:7f00:1]", "[::FFFF:127.0.0.1]"),
+    *("[64:ff9b::127.0.0.1]", "[64:ff9b::7f00:1]", "[64:ff9b:1::1]", "[2002:7f00:1::]", "[2001:0:7f00:1::]"),
+    # private, link-local, metadata
+    *("10.0.0.1", "10.255.255.255", "172.16.0.1", "172.31.255.255", "192.168.0.1", "0xa.0.0.1", "167772161"),
+    *("169.254.169.254", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "[::ffff:169.254.169.254]"),
+    *("168.63.129.16", "100.100.100.200", "100.64.0.1", "192.0.0.192", "[fd00:ec2::254]", "[fe80::1]"),
+    *("[fe80::1%25eth0]", "[fc00::1]", "[fd12:3456::1]", "[fec0::1]"),
+    # multicast, reserved, documentation, benchmark
+    *(
+        "224.0.0.1",
+        "239.255.255.250",
+        "240.0.0.1",
+        "255.255.255.255",
+        "[ff02::1]",
+        "192.0.2.1",
+        "198.51.100.7",
+    ),
+    *("203.0.113.9", "198.18.0.1", "192.88.99.1", "[2001:db8::1]", "[100::1]", "[4000::1]", "[3fff::1]"),
+    # other scripts' digits and dots, which IDNA folds into ASCII
+    *("①②⑦.⓪.⓪.①", "１２７.0.0.1", "127。0。0。1", "127．0．0．1", "[::ﬀff:1]"),
+]
+# Texts that different parsers read differently, and what no URL may be.
+MALFORMED = [
+    *("http://user@example.com/", "http://user:pass@example.com/", "http://@example.com/", "http://a@b@c/"),
+    *(
+        "http://example.com\\@127.0.0.1/",
+        "http:\\\\127.0.0.1/",
+        "http://127.0.0.1\\.example.com/",
+        "http:/\\a/",
+    ),
+    *(
+        "http://example.com/a\\b",
+        "http://exa\tmple.com/",
+        "http://example.com/\n",
+        "http://example.com/\r\nX: y",
+    ),
+    *(
+        "http://example.com/\x00",
+        "http://example.com\x7f/",
+        "http://ex\u2028ample.com/",
+        "\x01http://example.com/",
+    ),
+    *(
+        "ftp://example.com/",
+        "gopher://example.com/",
+        "file:///etc/passwd",
+        "javascript:alert(1)",
+        "dict://a:1/",
+    ),
+    *(
+        "ldap://example.com",
+        "jar:http://example.com!/",
+        "http:example.com",
+        "http:/example.com",
+        "//example.com/",
+    ),
+    *("/etc/passwd", "example.com/a.png", "", "http://", "http:///", "http:///example.com", "http://?x"),
+    *("http://[::1", "http://::1/", "http://[::1]x/", "http://[1.2.3.4]/", "http://[]/", "http://[::g]/"),
+    *("http://%31%32%37.0.0.1/", "http://example.com%00.evil/", "http://exa mple.com/", "http://a..b/"),
+    *(
+        "http://.example.com/",
+        "http://-.example.com:0/",
+        "http://example.com:99999/",
+        "http://example.com:8x/",
+    ),
+    *("http://example.com:-1/", "http://example.com:80:80/", "http://" + "a" * 64 + ".com/", "http://a;b/"),
+    *("http://1.2.3/", "http://1.2.3.4.5/", "http://1.2.3.256/", "http://8.8.8.08/", "http://0x08080808/"),
+    *("http://example.com/" + "a" * 20_000, "http://" + "a." * 130 + "com/", "http://\ud800.com/"),
+]
+
+
+@pytest.mark.parametrize("host", HOSTILE)
+def test_hosts_that_lead_inside_are_refused(host: str) -> None:
+    for url in (f"http://{host}/", f"https://{host}:8443/x?y", f"HTTP://{host}"):
+        with pytest.raises(FetchRefused) as refused:
+            POLICY.check_url(url)
+        assert refused.value.message.endswith((".", ")"))
+        assert host not in refused.value.message or len(host) < 3
+
+
+@pytest.mark.parametrize("url", MALFORMED, ids=range(len(MALFORMED)))
+def test_malformed_and_foreign_urls_are_refused(url: str) -> None:
+    with pytest.raises(FetchRefused, match=r"^The media URL"):
+        POLICY.check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("http://example.com", "http://example.com/"),
+        ("HTTPS://EXAMPLE.com/A.PNG", "https://example.com/A.PNG"),
+        ("http://example.com?x=1", "http://example.com/?x=1"),
+        ("http://example.com:8080/%7Ea/%2e%2E/b%2Fc?q=%20+&a==b;c#part", "http://example.com:8080/%7Ea/%2e%2E/b%2Fc?q=%20+&a==b;c"),
+        ("http://example.com/a b/ä", "http://example.com/a%20b/%C3%A4"),
+        ("http://bücher.example/", "http://xn--bcher-kva.example/"),
+        ("http://a_b.example./x", "http://a_b.example./x"),
+        ("http://8.8.8.8/x", "http://8.8.8.8/x"),
+        ("http://[2606:4700::1111]:81/x", "http://[2606:4700::1111]:81/x"),
+        ("http://[::ffff:8.8.8.8]/", "http://[::ffff:8.8.8.8]/"),
+        ("http://localhost/", "http://localhost/"),  # a name: decided by the address behind it
+        ("http://example.com/{a}|^`<>\"'", "http://example.com/{a}|^`<>\"'"),
+    ],
+)  # fmt: skip
+def test_allowed_urls_are_sent_as_they_are(url: str, sent: str) -> None:
+    assert POLICY.check_url(url) == sent
+    assert str(URL(sent, encoded=True)) == sent
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_public_addresses_are_allowed(address: str) -> None:
+    POLICY.check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1", "a loopback address"),
+        ("::1", "a loopback address"),
+        ("10.1.2.3", "a private address"),
+        ("fd00:ec2::254", "a private address"),
+        ("169.254.169.254", "a link-local address"),
+        ("fe80::1%eth0", "a link-local address"),
+        ("100.64.0.1", "a carrier-grade NAT address"),
+        ("168.63.129.16", "a cloud metadata address"),
+        ("239.0.0.1", "a multicast address"),
+        ("255.255.255.255", "a reserved address"),
+        ("::ffff:10.0.0.1", "a private address"),
+        ("4000::1", "a reserved address"),
+    ],
+)
+def test_a_refusal_says_why_and_not_where(address: str, reason: str) -> None:
+    with pytest.raises(FetchRefused, match=f"leads to {reason}, which this server") as refused:
+        POLICY.check_address(address)
+    assert address.partition("%")[0] not in refused.value.message
+
+
+@given(st.integers(0, 2**32 - 1).map(ipaddress.IPv4Address))
+@example(ipaddress.IPv4Address("192.0.0.9"))
+def test_no_ipv4_address_is_reached_that_python_calls_not_global(address: ipaddress.IPv4Address) -> None:
+    spellings = [str(address), f"::ffff:{address}", f"64:ff9b::{address}"]
+    if not address.is_global or address.is_multicast:
+        for spelling in spellings:
+            with pytest.raises(FetchRefused):
+                POLICY.check_address(spelling)
+
+
+@given(st.integers(0, 2**128 - 1).map(ipaddress.IPv6Address))
+def test_no_ipv6_address_is_reached_that_python_calls_not_global(address: ipaddress.IPv6Address) -> None:
+    if address.ipv4_mapped is None and (not address.is_global or address.is_multicast):
+        with pytest.raises(FetchRefused):
+            POLICY.check_address(str(address))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["{}", "{:#x}", "0{:o}"]))
+def test_an_address_as_one_number_is_never_dialled(number: int, spelling: str) -> None:
+    with pytest.raises(FetchRefused, match=r"unusual spelling|leads to"):
+        POLICY.check_url(f"http://{spelling.format(number)}/")
+
+
+@given(st.text(max_size=60), st.text("0123456789.x:[]@\\/%#?a", max_size=30))
+def test_what_passes_means_the_same_to_the_client_that_dials(text: str, tail: str) -> None:
+    for url in (text, "http://" + text, "http://" + tail, "http://example.com" + tail):
+        try:
+            sent = POLICY.check_url(url)
+        except FetchRefused:
+            continue
+        parsed = URL(sent, encoded=True)
+        assert parsed.scheme in ("http", "https")
+        assert parsed.user is None
+        assert parsed.password is None
+        host = sent.split("/")[2]
+        assert parsed.raw_authority == host
+        assert sent.isascii()
+        assert not numeric(str(parsed.host)) or str(ipaddress.ip_address(str(parsed.host)))
+        assert POLICY.check_url(sent) == sent
+
+
+def numeric(host: str) -> bool:
+    try:
+        socket.inet_aton(host.rstrip("."))
+    except OSError:
+        return False
+    return True
+
+
+def test_only_the_allowed_domains() -> None:
+    policy = UrlPolicy.of(["Media.Example.COM", "cdn.example."], [])
+    for url in ("http://media.example.com/", "https://MEDIA.example.com.:444/x", "http://cdn.example/"):
+        policy.check_url(url)
+    for url in (
+        "http://example.com/",
+        "http://media.example.com.evil.org/",
+        "http://x.cdn.example/",
+        "http://8.8.8.8/",
+    ):
+        with pytest.raises(FetchRefused, match="not among this server's allowed media domains"):
+            policy.check_url(url)
+
+
+def test_allowed_domains_do_not_open_private_networks() -> None:
+    with pytest.raises(FetchRefused, match="a loopback address"):
+        UrlPolicy.of(["127.0.0.1"], []).check_url("http://127.0.0.1/")
+
+
+def test_allowed_private_networks() -> None:
+    policy = UrlPolicy.of([], ["127.0.0.0/8", "10.1.0.0/16", "fd00::/8"])
+    for address in ("127.0.0.1", "10.1.2.3", "fd00::1", "::ffff:127.0.0.1"):
+        policy.check_address(address)
+    assert policy.check_url("http://127.0.0.1:81/x") == "http://127.0.0.1:81/x"
+    for address in ("10.2.0.1", "::1", "169.254.169.254"):
+        with pytest.raises(FetchRefused):
+            policy.check_address(address)
+    with pytest.raises(FetchRefused, match="unusual spelling"):
+        policy.check_url("http://127.1/")
+
+
+def test_a_network_that_is_none_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="not appear to be an IPv4 or IPv6 network"):
+        UrlPolicy.of([], ["10.0.0.0/33"])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "media"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a b.png").write_bytes(b"x")
+    (folder / "sub" / "c.png").write_bytes(b"x")
+    (tmp_path / "secret").write_bytes(b"x")
+    (folder / "out").symlink_to(tmp_path / "secret")
+    (folder / "in").symlink_to(folder / "sub" / "c.png")
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["a%20b.png", "a b.png", "sub/c.png", "sub/../a%20b.png", "in"])
+def test_files_below_the_root_are_found(root: Path, name: str) -> None:
+    for prefix in ("file://", "file://localhost", "FILE:"):
+        assert local_path(f"{prefix}{root}/{name}", str(root)).read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "%2e%2e/secret", "sub/../../secret", "out", "loop", "none.png", "sub", "", "../mediax"],
+)
+def test_files_elsewhere_are_refused_alike(root: Path, name: str) -> None:
+    with pytest.raises(FetchRefused, match="names no file below this server's allowed folder") as refused:
+        local_path(f"file://{root}/{name}", str(root))
+    assert str(root) not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "url", ["file://host/a", "file:a", "file://a%00", "file:///a%00b", "file:///a?b", "file:"]
+)
+def test_malformed_file_urls_are_refused(root: Path, url: str) -> None:
+    with pytest.raises(FetchRefused, match="must have the form"):
+        local_path(url, str(root))
+
+
+def test_files_are_off_without_a_root(root: Path) -> None:
+    with pytest.raises(FetchRefused, match="file: URLs are off"):
+        local_path(f"file://{root}/in", "")

@@ -1,0 +1,157 @@
+"""What was seen before is not worked on again: the preprocessing stage alone, and over the API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from app.config import AppConfig
+from deployments.errors import ArraysEvicted, UnknownUUID
+from deployments.runtime.payload import unpack
+from deployments.stages.mm_preprocessor import MMPreprocessor, MMPreprocessorConfig
+from deployments.types import Media, MediaUUID, Modality
+from tests.app.http.test_routes import png
+from tests.support.local_graph import LocalGraph, chat
+from tests.support.tiny_models import DECODER, image, qwen_vl
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+RENDER = "/v1/chat/completions/render"
+CAT = MediaUUID("", Modality.IMAGE, "cat")
+
+
+@pytest.fixture
+def stage() -> MMPreprocessor:
+    return MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), threads=2), DECODER)
+
+
+def left_out(media: Media) -> Media:
+    return replace(media, payload=None)
+
+
+async def test_what_was_processed_before_needs_no_arrays(stage: MMPreprocessor) -> None:
+    media, _ = image(1)
+    with pytest.raises(ArraysEvicted):
+        await stage.process(left_out(media), None, 30)
+    first = await stage.process(media, None, 30)
+    again = await stage.process(left_out(media), None, 30)
+    assert (first.cached, again.cached) == (False, True)
+    assert replace(again, cached=False, service_ms=first.service_ms) == first
+    with pytest.raises(ArraysEvicted):
+        await stage.process(left_out(media), {"max_pixels": 1024}, 30)
+
+
+async def test_equal_items_at_once_are_processed_once(
+    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processed = 0
+    process = stage._process
+
+    def counting(*args: Any) -> Any:
+        nonlocal processed
+        processed += 1
+        return process(*args)
+
+    monkeypatch.setattr(stage, "_process", counting)
+    media, _ = image(2)
+    features = await asyncio.gather(*(stage.process(media, None, 30) for _ in range(32)))
+    assert processed == 1
+    assert len({each.digest for each in features}) == 1
+
+
+async def test_a_name_means_what_was_sent_with_it_last(stage: MMPreprocessor) -> None:
+    with pytest.raises(UnknownUUID, match="No image is known by the uuid 'cat'"):
+        await stage.recall(CAT)
+    for seed in (3, 4):
+        features = await stage.process(replace(image(seed)[0], uuid=CAT), None, 30)
+    recalled = await stage.recall(CAT)
+    assert recalled.features.digest == features.digest
+    assert recalled.media.payload is None
+    with pytest.raises(UnknownUUID):
+        await stage.recall(CAT._replace(salt="another"))
+    with pytest.raises(UnknownUUID):
+        await stage.recall(CAT, {"max_pixels": 1024})  # nothing was processed so
+    await stage.reset_cache()
+    with pytest.raises(UnknownUUID):
+        await stage.recall(CAT)
+
+
+async def test_a_stage_may_keep_nothing() -> None:
+    stage = MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), cache_bytes=0), DECODER)
+    media, _ = image(1)
+    assert not (await stage.describe()).caches
+    assert not (await stage.process(media, None, 30)).cached
+    again = await stage.process(media, None, 30)
+    assert not again.cached
+    assert (await unpack(again.payload)).keys() == again.shapes.keys()
+
+
+@pytest.fixture(scope="module")
+def graph() -> LocalGraph:
+    return LocalGraph(AppConfig())
+
+
+@pytest.fixture
+async def api(graph: LocalGraph) -> AsyncIterator[httpx.AsyncClient]:
+    async with await graph.client() as client:
+        yield client
+
+
+async def rendered(api: httpx.AsyncClient, *content: object, **fields: object) -> dict[str, Any]:
+    answer = await api.post(RENDER, json=chat(*content, **fields))
+    assert answer.status_code == 200, answer.text
+    (item,) = answer.json()["items"]
+    return dict(item)
+
+
+async def test_an_image_sent_again_is_neither_decoded_nor_processed(api: httpx.AsyncClient) -> None:
+    first = await rendered(api, png((1, 2, 3)))
+    again = await rendered(api, "what?", png((1, 2, 3)))
+    assert (first["cached"], again["cached"]) == (False, True)
+    for key in ("digest", "media", "features", "num_tokens", "source"):
+        assert again[key] == first[key]
+
+
+async def test_previews_are_made_of_what_is_cached_too(api: httpx.AsyncClient) -> None:
+    await rendered(api, png((3, 2, 1)))
+    assert (await rendered(api, png((3, 2, 1)), previews=True))["previews"]
+
+
+async def test_what_the_preprocessor_lost_is_decoded_again(api: httpx.AsyncClient, graph: LocalGraph) -> None:
+    first = await rendered(api, png((9, 9, 9)))
+    await graph.preprocessor.reset_cache.remote()
+    again = await rendered(api, png((9, 9, 9)))
+    assert not again["cached"]
+    assert again["digest"] == first["digest"]
+
+
+async def test_an_item_by_its_uuid_alone(api: httpx.AsyncClient) -> None:
+    named = png((5, 5, 5)) | {"uuid": "mine"}
+    alone = {"type": "image_url", "image_url": None, "uuid": "mine"}
+    first = await rendered(api, named)
+    again = await rendered(api, alone)
+    assert again["digest"] == first["digest"]
+    assert again["source"] == {"kind": "name", "bytes": first["source"]["bytes"], "mime": "image/png"}
+    answers = [
+        (await api.post("/v1/chat/completions", json=chat(part, "what is this?", max_tokens=8))).json()
+        for part in (named, alone)
+    ]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    for body in (chat(alone, cache_salt="other"), chat(alone | {"uuid": "yours"})):
+        refused = await api.post(RENDER, json=body)
+        assert refused.status_code == 422
+        assert refused.json()["error"]["code"] == "unknown_uuid"
+        assert refused.json()["error"]["param"] == "messages[0].content[0]"
+
+
+async def test_what_is_being_processed_needs_no_arrays(stage: MMPreprocessor) -> None:
+    media, _ = image(5)
+    first, joined = await asyncio.gather(
+        stage.process(media, None, 30), stage.process(left_out(media), None, 30)
+    )
+    assert joined == first

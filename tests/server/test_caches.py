@@ -1,0 +1,111 @@
+"""What was seen before, with two replicas of each media stage: their routers, and how often work is done."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from tests.support.cluster import Server, chat, media, media_server, wait_until
+
+RENDER = "/v1/chat/completions/render"
+AT_ONCE = 32
+IMAGES = 20
+HELD_S = 60
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    def change(config: dict[str, Any]) -> None:
+        application = config["applications"][0]
+        application["args"]["enable_reset_mm_cache"] = True
+        application["args"]["media_loader"]["image_fetch_timeout_s"] = 2 * HELD_S
+        for deployment in application["deployments"]:
+            if deployment["name"] in ("MediaLoader", "MMPreprocessor"):
+                deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.2}}
+
+    with Server.start(tmp_path_factory.mktemp("pair"), change) as running:
+        yield running
+
+
+def picture(size: int = 64) -> dict[str, object]:
+    """One that nobody has seen; all of them have about the same number of bytes, not the same bytes."""
+    file = io.BytesIO()
+    Image.effect_noise((size, size), 80).convert("RGB").save(file, "png")
+    return media("image", f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+
+
+def processed(server: Server, request_id: str) -> list[int]:
+    """How many items of a request, or of requests whose ids begin so, each preprocessor had to process."""
+    files = (server.logs / "serve").glob("replica_headrace_MMPreprocessor_*.log")
+    lines = [file.read_text().splitlines() for file in files]
+    return [sum("preprocessed" in line and request_id in line for line in each) for each in lines]
+
+
+def items(server: Server, *content: object, request_id: str = "") -> list[dict[str, Any]]:
+    answer = server.post(RENDER, chat(*content), {"x-request-id": request_id} if request_id else {})
+    assert answer.status == 200, answer.body
+    found: list[dict[str, Any]] = answer.body["items"]
+    return found
+
+
+def test_a_url_that_many_ask_for_at_once_is_fetched_once_and_processed_once(pair: Server) -> None:
+    file = io.BytesIO()
+    Image.effect_noise((800, 600), 80).save(file, "jpeg")
+
+    with media_server() as host, ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def all_wait() -> bool:
+            with urllib.request.urlopen(f"{pair.url}/stages", timeout=10) as response:
+                stages = {stage["name"]: stage for stage in json.load(response)["stages"]}
+            return bool(stages["fetch"]["in_flight"] + stages["decode"]["queued"] == AT_ONCE)
+
+        async def held(_: web.Request) -> web.Response:
+            await asyncio.to_thread(wait_until, all_wait, HELD_S)
+            # For those that are on their way to the replica still.
+            return web.Response(body=file.getvalue(), headers={"Cache-Control": "max-age=60"})
+
+        host.handlers["/photo.jpg"] = held
+
+        def ask(number: int) -> str:
+            (item,) = items(pair, media("image", f"{host.url}/photo.jpg"), request_id=f"many-{number}-")
+            return str(item["digest"])
+
+        digests = set(pool.map(ask, range(AT_ONCE)))
+        assert len(host.asked) == 1
+    assert len(digests) == 1
+    assert sum(processed(pair, "many-")) == 1
+
+
+def test_equal_items_go_where_they_are_known(pair: Server) -> None:
+    parts = [picture() for _ in range(IMAGES)]
+    assert not any(item["cached"] for item in items(pair, *parts, request_id="all-of-them"))
+    assert all(processed(pair, "all-of-them"))  # one request keeps all replicas at work
+    for part in parts:
+        (item,) = items(pair, part, "what is it?")
+        assert item["cached"]
+
+
+def test_resetting_forgets_in_all_replicas(pair: Server) -> None:
+    parts = [picture() | {"uuid": f"mine-{number}"} for number in range(6)]
+    items(pair, *parts)
+    assert all(item["cached"] for item in items(pair, *parts))
+    assert pair.post("/reset_mm_cache", b"").status == 200
+    assert not any(item["cached"] for item in items(pair, *[part | {"uuid": None} for part in parts]))
+    by_name = pair.post(RENDER, chat({"type": "image_url", "image_url": None, "uuid": "mine-0"}))
+    assert (by_name.status, by_name.body["error"]["code"]) == (422, "unknown_uuid")
+
+
+def test_nobody_resets_where_it_is_not_switched_on(server: Server) -> None:
+    assert server.post("/reset_mm_cache", b"").status == 404

@@ -1,0 +1,68 @@
+"""What README.md shows does what it says, on a running server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.support.cluster import ROOT, Server
+
+SHOWN = "http://127.0.0.1:8000"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str, holds: str = "") -> list[str]:
+    found = [text for kind, text in BLOCKS if kind == language and holds in text]
+    assert found, f"README.md has no {language} with {holds!r}"
+    return found
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", blocks("json"))
+def test_json(block: str) -> None:
+    json.loads(block)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml(block: str) -> None:
+    yaml.safe_load(block)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("holds", "answer"), [("input_audio", "audio 1: rising tone"), ("image_embeds", "image 1: red circle")]
+)
+def test_python(server: Server, holds: str, answer: str) -> None:
+    (block,) = blocks("python", holds)
+    assert SHOWN in block
+    assert run([sys.executable, "-c", block.replace(SHOWN, server.url)]).strip() == answer
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_ask(server: Server) -> None:
+    (block,) = blocks("console")
+    command, answer = block.removeprefix("$ ").splitlines()
+    assert run(["bash", "-c", f"{sys.executable} {command} --url {server.url}"]).strip() == answer
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl(server: Server) -> None:
+    (block,) = blocks("sh", "curl")
+    assert SHOWN in block
+    answer = json.loads(run(["bash", "-c", block.replace(SHOWN, server.url)]))
+    assert answer["choices"][0]["message"]["content"] == "image 1: red circle"

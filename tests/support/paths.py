@@ -1,0 +1,9 @@
+"""Where the tests find the project and, if it is there, the media corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "docs" / "samples"
+CORPUS = ROOT.parent / "shared" / "corpus"
