@@ -1,4 +1,4 @@
-"""Content digests: equal digests mean equal content, whoever chose the parts."""
+"""Content digests: equal digests mean equal content, even for content that a client chose."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from blake3 import blake3
 
 
 def digest(*parts: str | bytes | memoryview) -> str:
-    """Hex blake3 of the parts, 64 characters.
+    """Returns the BLAKE3 of the parts as 64 hex characters.
 
-    Every part is preceded by its length, so that no two lists of parts give the same bytes. Gives the GIL up
-    while it hashes large parts.
+    Every part is preceded by its length, so that no two lists of parts give the same bytes. The GIL is
+    released while large parts are hashed.
     """
     hasher = blake3()
     for part in parts:

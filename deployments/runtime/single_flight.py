@@ -1,4 +1,4 @@
-"""One piece of work for any number of concurrent callers that want the same."""
+"""Shares one piece of work between concurrent callers that want the same result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -18,26 +18,25 @@ class _Flight(Generic[T]):
 
 
 class SingleFlight(Generic[T]):
-    """Not a cache: a result is gone as soon as those who waited for it have it."""
+    """Runs work once for all concurrent callers with an equal key. It is not a cache: no result is kept."""
 
     def __init__(self) -> None:
         self._flights: dict[Hashable, _Flight[T]] = {}
-        self.joins = 0  # calls that found the work under way
+        self.joins = 0  # calls that found the work in flight
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether somebody works on it."""
+        """True while the work for this key is in flight."""
         return key in self._flights
 
-    async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `work()`, shared by all who call with an equal key meanwhile.
+    async def run(self, key: Hashable, work: Callable[[], Coroutine[object, None, T]]) -> T:
+        """Returns the result of `work()`, shared with all callers of an equal key that come meanwhile.
 
-        Whoever is cancelled leaves the others alone; the work itself is cancelled, and over, when the last
-        waiter is.
+        A cancelled caller does not affect the others. The work is cancelled with its last caller.
         """
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(work()))
-            flight.task.add_done_callback(_read)  # it may fail when the last waiter has just left
+            flight.task.add_done_callback(_mark_as_read)  # it may fail after its last caller has left
         else:
             self.joins += 1
         flight.waiters += 1
@@ -51,11 +50,13 @@ class SingleFlight(Generic[T]):
                 if not flight.task.done():
                     flight.task.cancel()
         if error := flight.task.exception():
-            raise copy.copy(error) from error  # each its own: who catches it may write to it
+            # A copy for each caller: raising one exception object in several tasks would mix their
+            # tracebacks, and a caller that sets `param` on it would set it for the others too.
+            raise copy.copy(error) from error
         return flight.task.result()
 
 
-def _read(task: asyncio.Task[Any]) -> None:
-    """Of an error that nobody reads asyncio would print the traceback."""
+def _mark_as_read(task: asyncio.Task[T]) -> None:
+    """asyncio logs the traceback of an exception that was never retrieved."""
     if not task.cancelled():
         task.exception()
