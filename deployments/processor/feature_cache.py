@@ -1,66 +1,68 @@
-"""Items that were processed before, by content, and the names that clients gave them."""
+"""Items that were processed before, by digest, and the uuids that clients gave to their media."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from deployments.runtime.lru_cache import CountingLRUCache
 from deployments.types import Media, MediaUUID, MMItem
 
-MAX_NAMES = 100_000  # the name that was used longest ago goes first
-_OVERHEAD = 4096  # bytes of an entry beside its arrays: records, run lengths, keys
+MAX_UUIDS = 100_000
+_MAX_AWAITED = 16  # items whose second call has not come yet; more only pile up if clients go away
+_OVERHEAD = 4096  # bytes of an entry besides its arrays: records, run lengths, keys
 
 
 class FeatureCache:
-    """At most `max_bytes` of features; what was used longest ago goes first. One loop's, not a thread's."""
+    """Keeps up to `max_bytes` of features and evicts the least recently used. One event loop owns it."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, MMItem] = OrderedDict()
-        self._names: OrderedDict[MediaUUID, Media] = OrderedDict()
-        self.hits = 0
-        self.misses = 0
-        self.evictions = 0
-        self.bytes = 0
+        # An item of more than a quarter of the cache would evict too many others.
+        self._items: CountingLRUCache[str, MMItem] = CountingLRUCache(max_bytes, _num_bytes, max_bytes // 4)
+        self._media_of_uuid: CountingLRUCache[MediaUUID, Media] = CountingLRUCache(MAX_UUIDS)
+        self._awaited: CountingLRUCache[str, MMItem] = CountingLRUCache(_MAX_AWAITED)
 
     def find(self, digest: str) -> MMItem | None:
-        kept = self._kept.get(digest)
-        if kept:
-            self._kept.move_to_end(digest)
-        self.hits += kept is not None
-        self.misses += kept is None
-        return kept
+        awaited: MMItem | None = self._awaited.pop(digest, None)
+        return awaited or self._items.find(digest)
 
-    def store(self, kept: MMItem) -> None:
-        """Keeps it unless it is more than a quarter of all."""
-        self._drop(kept.features.digest)
-        if _num_bytes(kept) * 4 > self._max_bytes:
-            return
-        self._kept[kept.features.digest] = kept
-        self.bytes += _num_bytes(kept)
-        while self.bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
-            self.evictions += 1
+    def store(self, item: MMItem) -> None:
+        """Keeps the item unless it is more than a quarter of the cache."""
+        self._items.store(item.features.digest, item)
 
-    def name(self, name: MediaUUID, media: Media) -> None:
-        """From now on `name` means this content."""
-        self._names[name] = media
-        self._names.move_to_end(name)
-        if len(self._names) > MAX_NAMES:
-            self._names.popitem(last=False)
+    def keep_for_next_call(self, item: MMItem) -> None:
+        """Keeps an item, even if the cache is off, until it is found once.
 
-    def named(self, name: MediaUUID) -> Media | None:
-        """Its features may be gone by now."""
-        return self._names.get(name)
+        The features were left out of a message that could not hold them, so a second call will ask for them.
+        """
+        if item.features.digest not in self._items:
+            self._awaited.store(item.features.digest, item)
+
+    def remember_uuid(self, uuid: MediaUUID, media: Media) -> None:
+        """From now on `uuid` refers to this content."""
+        self._media_of_uuid.store(uuid, media)
+
+    def media_of_uuid(self, uuid: MediaUUID) -> Media | None:
+        """The content that a uuid refers to. Its features may have been evicted."""
+        return self._media_of_uuid.find(uuid)
 
     def clear(self) -> None:
-        self._kept.clear()
-        self._names.clear()
-        self.bytes = 0
+        for cache in (self._items, self._media_of_uuid, self._awaited):
+            cache.clear()
 
-    def _drop(self, digest: str) -> None:
-        if kept := self._kept.pop(digest, None):
-            self.bytes -= _num_bytes(kept)
+    @property
+    def hits(self) -> int:
+        return self._items.hits
+
+    @property
+    def misses(self) -> int:
+        return self._items.misses
+
+    @property
+    def evictions(self) -> int:
+        return self._items.evictions
+
+    @property
+    def bytes(self) -> int:
+        return int(self._items.currsize)
 
 
-def _num_bytes(kept: MMItem) -> int:
-    return kept.features.nbytes + _OVERHEAD
+def _num_bytes(item: MMItem) -> int:
+    return item.features.nbytes + _OVERHEAD

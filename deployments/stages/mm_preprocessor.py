@@ -101,7 +101,7 @@ class MMPreprocessor:
     async def process_together(
         self, items: list[Media], settings: ProcessorSettings | None, timeout_s: float
     ) -> MMBatch:
-        """All items of a request of one modality, in one call of the processor: see `InputSpec.together`."""
+        """All items of a request of one modality, in one call of the processor: see `InputSpec.joint`."""
         modality = items[0].modality
         with release_on_error(), log_context(items[0].param):
             self._check_modality(modality)
@@ -115,7 +115,7 @@ class MMPreprocessor:
                     done = await self._flights.run(tuple(digests), work)
             for media in items:
                 if media.uuid:
-                    self._cache.name(media.uuid, _bare(media))
+                    self._cache.remember_uuid(media.uuid, _bare(media))
             self._done += len(items)
             return MMBatch([each.features for each in done], done[0].features.service_ms)
 
@@ -139,17 +139,18 @@ class MMPreprocessor:
             async with _in_time(timeout_s, source.modality):
                 done = await self._read(source, options, settings)
             if name:
-                self._cache.name(name, done.media)
+                self._cache.remember_uuid(name, done.media)
             self._done += 1
             payload = done.features.payload
             if payload and payload.ref is not None and not by_reference:
+                self._cache.keep_for_next_call(done)
                 return replace(done, features=replace(done.features, payload=None))
             return done
 
     @served
     async def recall(self, name: MediaUUID, settings: ProcessorSettings | None = None) -> MMItem:
         """Raises UnknownUUID where nothing, or nothing processed with these settings, is kept by it."""
-        media = self._cache.named(name)
+        media = self._cache.media_of_uuid(name)
         known = self._find(self._digests([media], settings)) if media else None
         if known is None:
             raise UnknownUUID(

@@ -1,9 +1,10 @@
-"""Families whose items need more than a call for each: from the request to the tokens."""
+"""Requests to families whose items need more than one call each, from the request to the tokens."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,8 +13,9 @@ from PIL import Image
 from ray.exceptions import OwnerDiedError
 
 from app.config import AppConfig
+from deployments.processor.item_processor import ItemProcessor
 from deployments.stages.mm_preprocessor import MMPreprocessor
-from deployments.types import MMBatch, MMItem
+from deployments.types import Arrays, MMBatch, MMItem, Payload
 from tests.support.family_models import checkpoint
 from tests.support.local_graph import LocalGraph, local
 from tests.support.tiny_models import chat, image, joint_call
@@ -44,7 +46,7 @@ def graph(folder: str) -> LocalGraph:
 
 @pytest.mark.parametrize("name", ["Gemma 3", "LLaVA-OneVision", "Idefics3"])
 async def test_prompts_are_those_of_one_joint_call(name: str) -> None:
-    """Gemma 3: texts of items grow together with the prompt. LLaVA-OneVision: several images in one call."""
+    """Gemma 3 has affixes that merge with the prompt. LLaVA-OneVision takes several images in one call."""
     folder = checkpoint(name)
     async with await graph(folder).client() as client:
         rendered = (await client.post("/v1/chat/completions/render", json=body())).json()
@@ -72,7 +74,7 @@ async def test_settings_reach_the_processor_and_others_are_refused() -> None:
 
 
 class Forgetful(MMPreprocessor):
-    """Loses its inputs the first time."""
+    """Loses its inputs on the first call."""
 
     forgets = True
 
@@ -83,7 +85,7 @@ class Forgetful(MMPreprocessor):
         return await super().process_together(*args)
 
 
-async def test_items_that_go_together_are_loaded_again_where_one_is_lost() -> None:
+async def test_items_of_a_joint_modality_are_loaded_again_if_one_is_lost() -> None:
     served = graph(checkpoint("LLaVA-OneVision"))
     forgetful = local(Forgetful, served.config.mm_preprocessor, served.config.media_loader.decoder)
     async with await served.client(preprocessor=forgetful) as client:
@@ -92,7 +94,7 @@ async def test_items_that_go_together_are_loaded_again_where_one_is_lost() -> No
     assert len(rendered.json()["items"]) == 3
 
 
-async def test_one_broken_item_of_those_that_go_together_is_named() -> None:
+async def test_a_broken_item_of_a_joint_modality_is_named() -> None:
     content: list[object] = [*body()["messages"][0]["content"]]  # type: ignore[index]
     content[3] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
     broken = {"messages": [{"role": "user", "content": content}]}
@@ -103,7 +105,7 @@ async def test_one_broken_item_of_those_that_go_together_is_named() -> None:
 
 
 class OneShort(MMPreprocessor):
-    """Its items take a place less in the prompt than the model has embeddings for."""
+    """Makes one placeholder token less than the model has embeddings for."""
 
     async def read(self, *args: Any) -> MMItem:
         done = await super().read(*args)
@@ -114,7 +116,7 @@ class OneShort(MMPreprocessor):
         return done
 
 
-async def test_a_wrong_number_of_placeholders_is_an_error_of_that_request_alone() -> None:
+async def test_a_wrong_number_of_placeholders_fails_only_that_request() -> None:
     served = graph(checkpoint("Idefics3"))
     short = local(OneShort, served.config.mm_preprocessor, served.config.media_loader.decoder)
     async with await served.client(preprocessor=short) as client:
@@ -136,7 +138,7 @@ class TooLargeForAMessage(MMPreprocessor):
         return done if by_reference else replace(done, features=replace(done.features, payload=None))
 
 
-async def test_features_that_no_message_holds_are_asked_for_by_reference() -> None:
+async def test_features_that_are_too_large_for_a_message_are_requested_by_reference() -> None:
     served = graph(checkpoint("Idefics3"))
     other = local(TooLargeForAMessage, served.config.mm_preprocessor, served.config.media_loader.decoder)
     answers = []
@@ -145,12 +147,14 @@ async def test_features_that_no_message_holds_are_asked_for_by_reference() -> No
             answers.append((await client.post("/v1/chat/completions", json=body())).json())
     assert answers[0]["choices"] == answers[1]["choices"]
     assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
-    # The largest file is from the first.
+    # The file of the largest image is not small, so the first call asks for a reference.
     assert sorted(TooLargeForAMessage.asked) == [False] * 2 + [True] * 3
 
 
-async def test_what_was_asked_for_twice_is_told_as_worked_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call finds it in the stage's cache; the request has brought something new all the same."""
+async def test_an_item_that_was_requested_twice_is_reported_as_processed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second call finds it in the cache, but for the request the item was still new."""
     monkeypatch.setattr(TooLargeForAMessage, "asked", [])
     served = graph(checkpoint("Idefics3"))
     other = local(TooLargeForAMessage, served.config.mm_preprocessor, served.config.media_loader.decoder)
@@ -158,10 +162,52 @@ async def test_what_was_asked_for_twice_is_told_as_worked_on_once(monkeypatch: p
         first, again = [
             (await client.post("/v1/chat/completions/render", json=body())).json()["items"] for _ in range(2)
         ]
-    assert sorted(TooLargeForAMessage.asked)[:2] == [False] * 2, "none was asked for twice"
+    assert sorted(TooLargeForAMessage.asked)[:2] == [False] * 2, "none was requested twice"
     assert [item["cached"] for item in first] == [False] * 3
     assert [item["cached"] for item in again] == [True] * 3
     for item in first:
         load, preprocess = item["timings_ms"]["load"], item["timings_ms"]["preprocess"]
         assert load["service"] > 0 < preprocess["service"]
         assert preprocess["start"] == pytest.approx(load["start"] + load["queue"] + load["service"], abs=0.01)
+
+
+class Stored:
+    """Stands in for a reference to the object store."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def __await__(self) -> Generator[None, None, Arrays]:
+        return self._arrays
+        yield
+
+
+async def test_features_left_out_of_a_message_are_not_processed_again_without_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_reference = []
+
+    class Recording(MMPreprocessor):
+        async def read(self, *args: Any) -> MMItem:
+            by_reference.append(args[4])
+            return await super().read(*args)
+
+    processed = []
+    process = ItemProcessor.process
+
+    def recording(items: ItemProcessor, *args: Any) -> Any:
+        processed.append(args)
+        return process(items, *args)
+
+    served = LocalGraph(
+        AppConfig.model_validate({"model": checkpoint("Idefics3"), "mm_preprocessor": {"cache_bytes": 0}})
+    )
+    other = local(Recording, served.config.mm_preprocessor, served.config.media_loader.decoder)
+    store = "deployments.stages.mm_preprocessor.pack"
+    monkeypatch.setattr(store, lambda arrays: Payload(9, ref=Stored(arrays)))
+    async with await served.client(preprocessor=other) as client:
+        monkeypatch.setattr(ItemProcessor, "process", recording)
+        answer = await client.post("/v1/chat/completions", json=body())
+    assert answer.status_code == 200
+    assert by_reference.count(False) >= 1
+    assert by_reference.count(True) == len(ITEMS) == len(processed)

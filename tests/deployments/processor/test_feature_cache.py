@@ -1,6 +1,6 @@
 import pytest
 
-from deployments.processor.feature_cache import _OVERHEAD, FeatureCache
+from deployments.processor.feature_cache import _MAX_AWAITED, _OVERHEAD, FeatureCache
 from deployments.types import Media, MediaUUID, MMFeatures, MMItem, Modality, Payload
 
 MIB = 2**20
@@ -12,12 +12,12 @@ def kept(digest: str, num_bytes: int = MIB) -> MMItem:
     return MMItem(media, features)
 
 
-def test_what_was_stored_is_found_until_it_is_the_oldest() -> None:
+def test_an_item_is_found_until_it_is_the_least_recently_used() -> None:
     cache = FeatureCache(10 * MIB)
     for i in range(9):
         cache.store(kept(str(i)))
     assert cache.find("0") == kept("0")
-    cache.store(kept("9"))  # with what each entry costs beside its arrays, ten are too many
+    cache.store(kept("9"))  # ten do not fit: each entry has an overhead besides its arrays
     assert cache.find("1") is None
     assert cache.find("0") is not None
     assert (cache.hits, cache.misses, cache.evictions) == (2, 1, 1)
@@ -32,29 +32,55 @@ def test_storing_again_counts_once() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 4 * MIB])
-def test_what_would_displace_too_much_is_not_kept(max_bytes: int) -> None:
+def test_an_item_of_more_than_a_quarter_of_the_cache_is_not_kept(max_bytes: int) -> None:
     cache = FeatureCache(max_bytes)
     cache.store(kept("0"))
     assert cache.find("0") is None
     assert cache.bytes == 0
 
 
-def test_names_are_scoped() -> None:
+def test_uuids_are_scoped_by_salt_and_modality() -> None:
     cache = FeatureCache(10 * MIB)
-    name = MediaUUID("", Modality.IMAGE, "cat")
-    cache.name(name, kept("0").media)
-    assert cache.named(name) == kept("0").media
-    assert cache.named(name._replace(salt="x")) is None
-    assert cache.named(name._replace(modality=Modality.VIDEO)) is None
-    cache.name(name, kept("1").media)
-    assert cache.named(name) == kept("1").media
+    uuid = MediaUUID("", Modality.IMAGE, "cat")
+    cache.remember_uuid(uuid, kept("0").media)
+    assert cache.media_of_uuid(uuid) == kept("0").media
+    assert cache.media_of_uuid(uuid._replace(salt="x")) is None
+    assert cache.media_of_uuid(uuid._replace(modality=Modality.VIDEO)) is None
+    cache.remember_uuid(uuid, kept("1").media)
+    assert cache.media_of_uuid(uuid) == kept("1").media
 
 
 def test_nothing_is_left_after_clearing() -> None:
     cache = FeatureCache(10 * MIB)
     cache.store(kept("0"))
-    cache.name(MediaUUID("", Modality.IMAGE, "cat"), kept("0").media)
+    cache.keep_for_next_call(kept("1"))
+    cache.remember_uuid(MediaUUID("", Modality.IMAGE, "cat"), kept("0").media)
     cache.clear()
     assert cache.find("0") is None
-    assert cache.named(MediaUUID("", Modality.IMAGE, "cat")) is None
+    assert cache.find("1") is None
+    assert cache.media_of_uuid(MediaUUID("", Modality.IMAGE, "cat")) is None
     assert cache.bytes == 0
+
+
+def test_an_item_that_awaits_its_second_call_is_found_once_though_the_cache_is_off() -> None:
+    cache = FeatureCache(0)
+    cache.keep_for_next_call(kept("0"))
+    assert cache.find("0") == kept("0")
+    assert cache.find("0") is None
+
+
+def test_items_whose_second_call_never_comes_make_room() -> None:
+    cache = FeatureCache(0)
+    for i in range(_MAX_AWAITED + 1):
+        cache.keep_for_next_call(kept(str(i)))
+    assert cache.find("0") is None
+    assert cache.find("1") is not None
+
+
+def test_an_item_in_the_cache_is_not_kept_a_second_time() -> None:
+    cache = FeatureCache(10 * MIB)
+    cache.store(kept("0"))
+    cache.keep_for_next_call(kept("0"))
+    for _ in range(2):
+        assert cache.find("0") == kept("0")
+    assert cache.hits == 2
