@@ -239,7 +239,7 @@ class Pipeline:
         terms = _Terms(
             options, parsed.settings, deadline, budget, _Room(self.limits.max_model_len), parsed.salt
         )
-        groups = _groups(parsed.items, self._stages.inputs.together)
+        groups = _groups(parsed.items, self._stages.inputs.joint)
         start = deadline.ms()
         pending = (self._prepare_traced(group, terms) for group in groups)
         with nullcontext() if groups else self.precedence.claim():
@@ -329,7 +329,7 @@ class Pipeline:
             return prepared
 
     async def _prepare_group(self, items: list[Item], terms: _Terms) -> list[PreparedItem]:
-        """One item, or several that are preprocessed in one call; see `InputSpec.together`."""
+        """One item, or several that are preprocessed in one call; see `InputSpec.joint`."""
         try:
             async with terms.at_once:
                 if items[0].kind == "embeds":
@@ -503,7 +503,7 @@ class Pipeline:
         for item in items:
             if item.kind == "embeds":
                 self._form(item)
-            elif item.kind == "name" and item.modality in self._stages.inputs.together:
+            elif item.kind == "name" and item.modality in self._stages.inputs.joint:
                 raise InvalidRequest(
                     f"{item.param}: this model looks at every {item.modality} of a request together; none is"
                     " kept by its uuid. Send it again.",

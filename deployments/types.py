@@ -307,8 +307,10 @@ class InputSpec:
     # What a request may set of the processor, by name, and the largest value; None for what is on or off.
     settings: dict[str, int | None] = field(default_factory=dict)
     caches: bool = False  # whether what was processed before is kept: then it need not be decoded again
-    together: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
+    joint: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
     embeds: dict[Modality, EmbedsForm] = field(default_factory=dict)  # of the modalities that can be embedded
+    # The features of a 224 x 224 image are at most INLINE_BYTES, so they travel in the message.
+    small_images_inline: bool = False
 
 
 @dataclass(frozen=True, slots=True)

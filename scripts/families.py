@@ -1,7 +1,7 @@
-"""The exactness table: each family of tests/support/tiny_families.py, items apart against one call.
+"""Compares items that are processed separately with one call of the processor, for each family in the tests.
 
-scripts/families.py            prints docs/families.md
-scripts/families.py --write    writes it; tests/deployments/processor/test_families.py keeps it true
+python -m scripts.families            prints docs/families.md
+python -m scripts.families --write    writes it; tests/deployments/processor/test_families.py keeps it true
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ DOCS = ROOT / "docs" / "families.md"
 HEAD = """\
 # Families of models
 
-Written by `scripts/families.py`; a test keeps it true.
+`scripts/families.py` writes this page, and a test keeps it true.
 
-The model gets bit for bit what its Hugging Face processor gives for the whole conversation, though items are
-processed apart, in parallel. For each family below a tiny processor of its kind is built
-(`tests/support/tiny_families.py`), and a conversation of six messages with three items of each modality, of
-different sizes, goes both ways: item by item, and through one call of
-`processor.apply_chat_template(..., tokenize=True, return_dict=True)`. "Equal" counts the tensors, token ids
-among them, that are the same in every bit.
+Items are processed separately and in parallel. Still, the model gets bit for bit what its Hugging Face
+processor returns for the whole conversation. This table shows it for a tiny processor of each family
+(`tests/support/tiny_families.py`). The conversation has six messages and three items of each modality, in
+different sizes. It is processed item by item, and in one call of
+`processor.apply_chat_template(..., tokenize=True, return_dict=True)`. "Equal" counts the tensors, including
+the token ids, that are the same in every bit.
 
 """
 
 TAIL = """
-* **Apart**: each item in a call of its own, on any replica.
-* **Together**: when a request has several items of this modality they go through one call, because what the
-  processor makes of one depends on the others. LLaVA-OneVision cuts an image into tiles only if it is alone.
-  Gemma 3n and Phi-4-multimodal pad sounds to the longest before they take the spectrum, which changes the
-  ends of the shorter ones, and Phi-4-multimodal makes a mask only of several.
-* **Texts**: the processor puts plain text around such an item (line breaks, times, "Frame1: "), which grows
-  together with what stands beside it; the prompt is encoded once more when the items are there.
+* **Separately**: each item is processed in a call of its own, on any replica.
+* **Jointly**: all items of this modality in a request are processed in one call, because the processor's
+  result for one depends on the others. LLaVA-OneVision cuts an image into tiles only if it is alone. Gemma 3n
+  and Phi-4-multimodal pad sounds to the longest before they compute the spectrum, which changes the ends of
+  the shorter ones. Phi-4-multimodal also makes a mask only for several sounds.
+* **Affixes**: the processor puts plain text around such an item (line breaks, times, "Frame1: "). That text
+  may merge with the text next to it, so the prompt is encoded once more when the items are ready.
 
 ## Other families
 
-The code names families only in the table of `deployments/processor/joining.py`, for features that are not
-simply concatenated. When `MMPreprocessor` starts, it tries a few small items of each modality both ways
-(`deployments/processor/exactness.py`), with the checkpoint's own processor and template. A modality that does
-not come out equal is left out, and the log says which, of what family, and why; a model with media of which
-none come out does not start. PaliGemma, for example, is refused: its processor writes into the text around
-the images.
+Joining needs to know a family only if it has features that are not simply concatenated; the table is in
+`deployments/processor/joining.py`. When `MMPreprocessor` starts, it processes a few small items of each
+modality both ways (`deployments/processor/exactness.py`), with the checkpoint's own processor and template.
+A modality that is not exact is left out, and the log names it, its family, and the difference. If no modality
+of a model is exact, the server does not start. PaliGemma, for example, is refused: its processor changes the
+text around the images.
 
-Equal bits need `mm_preprocessor.torch_threads: 1`, the default. With more, torch may round otherwise when a
-batch has another size, in the processor's own calls, too.
+Equal bits need `mm_preprocessor.torch_threads: 1`, the default. With more threads, torch may round
+differently when the size of a batch changes, also inside the processor's own calls.
 
-The model of GLM-4V in transformers 5.24 takes images or videos in one request, and fails on both together.
+The model of GLM-4V in transformers 5.24 takes images or videos in one request, and fails on a mix of them.
 SmolVLM's processor needs the package `num2words`.
 """
 
@@ -78,9 +78,9 @@ def _row(family: Any) -> str:
     how = []
     for modality in items.spec().modalities:
         alike = [item for item in items_of if item[0].modality == modality]
-        texts = any(any(each.affixes) for item in alike for each in items.process([item]))
-        way = "together" if modality in items.spec().together else "apart"
-        how.append(f"{modality} {way}" + (", texts" if texts else ""))
+        has_affixes = any(any(each.affixes) for item in alike for each in items.process([item]))
+        way = "jointly" if modality in items.joint else "separately"
+        how.append(f"{modality} {way}" + (", affixes" if has_affixes else ""))
     cells = [
         family.name,
         f"`{items.family}`",

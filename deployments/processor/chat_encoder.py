@@ -1,4 +1,4 @@
-"""A conversation in the checkpoint's own terms: token ids, and the place of each item among them."""
+"""Encodes a conversation with the checkpoint's template and tokenizer, and finds each item's placeholder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 from deployments.errors import InvalidRequest
 from deployments.processor.checkpoint import Prompting
+from deployments.processor.protocols import Tokenizer
 from deployments.types import Affixes, Chat, Modality, Prompt, TokenizerSpec
+
+Message = dict[str, Any]  # for the template: JSON, with media parts as in `Chat`
 
 
 class ChatEncoder:
-    """One tokenizer with its template, for one thread at a time.
+    """One tokenizer with its chat template. It must not be used by several threads at once.
 
-    Control tokens that a user typed are text: they become neither control tokens nor placeholders. Embeddings
-    in the place of text have a placeholder of our own, which no template knows: to it, it is a text.
+    Control tokens that a user typed stay text: they become neither control tokens nor placeholders. Prompt
+    embeddings have a placeholder of our own, which templates take for text.
     """
 
     def __init__(self, prompting: Prompting) -> None:
@@ -45,7 +48,7 @@ class ChatEncoder:
         self._wrap = _special_token_frame(tokenizer) if prompting.add_special_tokens else ([], [])
 
     def encode(self, chat: Chat, affixes: Sequence[Affixes] = ()) -> Prompt:
-        """`affixes`: of each item, in their order; none where all are empty."""
+        """`affixes`: one pair for each item, in item order; may be left out if all are empty."""
         items = _items(chat)
         token_ids = self._token_ids(chat, list(zip(items, affixes, strict=True)) if affixes else [])
         return Prompt(token_ids, self._find(items, token_ids))
@@ -55,7 +58,7 @@ class ChatEncoder:
         return token_ids
 
     def decode(self, token_ids: list[int]) -> tuple[str, list[str]]:
-        """The text, and each token as the vocabulary has it."""
+        """Returns the text, and each token as it is in the vocabulary."""
         for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < len(self._tokenizer):
                 raise InvalidRequest(
@@ -74,8 +77,8 @@ class ChatEncoder:
         try:
             token_ids: list[int] = encode_marked_chat(self._tokenizer, text)
         except ValueError as error:
-            # A vocabulary may hold a control token among its plain ones; then its name cannot be written.
-            raise InvalidRequest(f"The tokenizer cannot take this text as text: {error}") from error
+            # If a control token is also a plain token of the vocabulary, it cannot be encoded as text.
+            raise InvalidRequest(f"The tokenizer cannot encode this text: {error}") from error
         if self._tokenizer.bos_token and text.startswith(self._tokenizer.bos_token):
             return token_ids
         before, after = self._wrap
@@ -94,10 +97,10 @@ class ChatEncoder:
         except TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses this conversation: {error}") from error
         except TypeError as error:
-            # What a template for strings alone does with a list of parts.
+            # A template that takes only strings raises this for a list of parts.
             raise InvalidRequest("The model's chat template cannot render this conversation.") from error
 
-    def _fill(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _fill(self, messages: list[Message], add_generation_prompt: bool) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, _ = render_jinja_template(
@@ -108,8 +111,8 @@ class ChatEncoder:
         )
         return str(texts[0])
 
-    def adapted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message in a form that the template takes, where it does not take the client's."""
+    def adapted(self, message: Message) -> Message:
+        """Converts the role and the content of a message if the template takes only another form."""
         role, content = message["role"], message.get("content")
         if role == "developer" and not self._knows_developers:
             role = "system"
@@ -120,8 +123,8 @@ class ChatEncoder:
             content = _as_string([part["text"] for part in content])
         return {**message, "role": role, "content": content}
 
-    def _renders(self, role: str, form: Callable[[list[str]], Any]) -> bool:
-        """Whether content of this form comes out as its texts: some templates print a list as Python does."""
+    def _renders(self, role: str, form: Callable[[list[str]], object]) -> bool:
+        """True if content of this form is rendered as its texts. Some templates print a list's repr."""
         from jinja2 import TemplateError
 
         messages = [
@@ -134,10 +137,10 @@ class ChatEncoder:
             return False
         return all(probe in text for probe in _PROBES) and "'type'" not in text
 
-    def _keep_apart(self, content: str | list[dict[str, Any]]) -> None:
-        """A control token may not be put together from neighbouring texts, such as `<|im_` and `end|>`.
+    def _keep_apart(self, content: str | list[Message]) -> None:
+        """Keeps neighbouring texts such as `<|im_` and `end|>` from forming a control token.
 
-        A marker that closes nothing only keeps the text on either side from growing together.
+        An end marker without a start marker has no other effect than to separate the texts.
         """
         from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END
 
@@ -150,17 +153,17 @@ class ChatEncoder:
                 part["text"] = _CONTROL_TOKEN_END + part["text"]
 
     def _with_affixes(self, text: str, affixes: Sequence[tuple[Modality | None, Affixes]]) -> str:
-        """The items' own text around their placeholders, to be encoded with what stands beside it."""
-        left = {m: iter([edge for modality, edge in affixes if modality == m]) for m in Modality}
+        """Puts the affixes around their placeholders, so that they are encoded with the text next to them."""
+        left = {m: iter([affix for modality, affix in affixes if modality == m]) for m in Modality}
 
-        def framed(match: re.Match[str]) -> str:
-            head, tail = next(left[Modality(str(match.lastgroup))], ("", ""))
-            return head + match.group() + tail
+        def with_affixes(match: re.Match[str]) -> str:
+            prefix, suffix = next(left[Modality(str(match.lastgroup))], ("", ""))
+            return prefix + match.group() + suffix
 
-        return self._placeholders.sub(framed, text)
+        return self._placeholders.sub(with_affixes, text)
 
     def _find(self, items: list[Modality | None], token_ids: list[int]) -> list[tuple[Modality | None, int]]:
-        """Each item's place in the prompt: the n-th image is the n-th image placeholder, and so on."""
+        """Finds each item's index in the prompt: the n-th image is at the n-th image placeholder."""
         places: dict[Modality | None, list[int]] = {modality: [] for modality in (*Modality, None)}
         for index, token_id in enumerate(token_ids):
             if token_id in self._modality_of:
@@ -187,12 +190,12 @@ def _items(chat: Chat) -> list[Modality | None]:
     ]
 
 
-_EMBEDDED = "prompt"  # type of a part that is embeddings in the place of text
+_EMBEDDED = "prompt"  # type of a content part of prompt embeddings
 _PROMPT = "<|headrace_prompt_embeds|>"
 
 
-def _with_places(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with embedded text as a text part; what users typed has been marked before."""
+def _with_places(message: Message) -> Message:
+    """Replaces prompt embeddings by a text part. The texts of users are marked already."""
     content = message.get("content")
     if isinstance(content, list):
         place = {"type": "text", "text": _PROMPT}
@@ -200,7 +203,7 @@ def _with_places(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _is_text(parts: list[dict[str, Any]]) -> bool:
+def _is_text(parts: list[Message]) -> bool:
     return all(part["type"] == "text" for part in parts)
 
 
@@ -212,13 +215,13 @@ def _as_parts(texts: list[str]) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-# A conversation that each role fits into, for templates that insist on turns.
+# The roles of a conversation in which a role may occur, for templates that insist on their order.
 _AROUND = {"system": ("system", "user"), "user": ("user",), "assistant": ("user", "assistant")}
 _PROBES = ("probe one", "probe two")
 
 
 def _placeholder_pattern(prompting: Prompting) -> re.Pattern[str]:
-    """Matches the placeholders that the template wrote, not those that a user typed, which are marked."""
+    """Matches placeholders that the template wrote, but not those that a user typed, which are marked."""
     from transformers.utils.chat_template_utils import _CONTROL_TOKEN_START
 
     tokens = [f"(?P<{m}>{re.escape(token)})" for m, token in prompting.placeholders.items()]
@@ -226,9 +229,9 @@ def _placeholder_pattern(prompting: Prompting) -> re.Pattern[str]:
 
 
 def _control_tokens(prompting: Prompting) -> re.Pattern[str]:
-    """Matches what a user may only mean as text: special tokens, and added ones that the template writes.
+    """Matches tokens that stay text if a user types them: special ones, and added ones in the template.
 
-    The latter are made special here: HF can only encode special tokens as text.
+    The latter become special here, because transformers can encode only special tokens as text.
     """
     from tokenizers import AddedToken
 
@@ -256,8 +259,8 @@ def _control_tokens(prompting: Prompting) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _special_token_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer itself puts before and after a text."""
+def _special_token_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer adds before and after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     framed = tokenizer.encode("a", add_special_tokens=True)
     start = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)

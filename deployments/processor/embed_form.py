@@ -1,48 +1,35 @@
-"""How a model's family places an item's embeddings in the prompt, as its processor shows with a sample."""
+"""Finds out from a sample how a family places an item's embeddings in the prompt."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 import numpy as np
 
 from deployments.errors import ServingError
 from deployments.processor.placeholders import PER_TOKEN, run_lengths
-from deployments.types import SECONDS_PER_GRID, Affixes, Arrays, EmbedsForm, Media, Modality
+from deployments.processor.processed_item import ProcessedItem
+from deployments.types import SECONDS_PER_GRID, Arrays, EmbedsForm, Media, Modality, VideoMetadata
 
-
-class Processed(Protocol):
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def features(self) -> Arrays: ...
-    @property
-    def affixes(self) -> Affixes: ...
-
-
-Process = Callable[[Media, Arrays], Processed]
+Process = Callable[[Media, Arrays], ProcessedItem]
 
 
 def embeds_forms(modalities: Iterable[Modality], process: Process) -> dict[Modality, EmbedsForm]:
-    """Of the modalities whose items are one stretch of embeddings; `process` does what the processor does.
+    """The forms of the modalities of which clients can send embeddings. `process` calls the processor.
 
-    Where a family has more between them, such as the time before each frame, their number does not tell how
-    they lie, and embeddings of that modality can not be taken.
+    The embeddings of an item must be one uninterrupted run. If a family has more between them, such as the
+    time before each frame, their positions do not follow from their number.
     """
     forms = {m: _form(m, process) for m in modalities}
     return {modality: form for modality, form in forms.items() if form}
 
 
 def _form(modality: Modality, process: Process) -> EmbedsForm | None:
-    metadata: Any = {"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3], "duration": 2.0}
-    media = Media(modality, "", video_metadata=metadata)
+    media = Media(modality, "", video_metadata=_SAMPLED if modality == Modality.VIDEO else None)
     try:
         made = process(media, _SAMPLES[modality])
-    except ServingError:  # of all of a family
+    except ServingError:  # media of this family cannot be served
         return None
     runs = run_lengths(made.token_ids)
     token_id, num_tokens = max(runs, key=lambda run: run[1])
@@ -64,6 +51,12 @@ def _form(modality: Modality, process: Process) -> EmbedsForm | None:
     )
 
 
+_SAMPLED: VideoMetadata = {
+    "total_num_frames": 4,
+    "fps": 2.0,
+    "frames_indices": [0, 1, 2, 3],
+    "duration": 2.0,
+}
 _SAMPLES: dict[Modality, Arrays] = {
     Modality.IMAGE: {"pixels": np.zeros((64, 64, 3), np.uint8)},
     Modality.AUDIO: {"samples": np.zeros(16000, np.float32)},

@@ -1,61 +1,112 @@
-"""A trial at start: items processed apart and joined must be what one call of the processor makes of all.
+"""The check at start: only what comes out exactly as the processor makes it is served.
 
-It needs no knowledge of the family. What does not come out bit for bit is not served, and the log says why.
+*Exact* means: items that are processed separately and then joined equal, bit for bit, what one call of the
+processor returns for the whole conversation. The check needs no knowledge of the family:
+
+1. For each modality, these candidates are tried in order, and the first that is exact wins.
+   a. Each item in a call of its own. The model's stage normalizes, so that pixels travel as bytes.
+   b. Each item in a call of its own.
+   c. All items of a request in one call.
+   If none is exact, the modality is left out.
+2. While a request with items of all remaining modalities is not exact, the last modality is left out.
+
+The log names each modality that is left out, and the difference.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
+from deployments.processor.arguments import Item
 from deployments.processor.chat_encoder import ChatEncoder
 from deployments.processor.checkpoint import prompting_of
-from deployments.processor.item_processor import ItemProcessor, Processed
+from deployments.processor.item_processor import Handling, ItemProcessor
 from deployments.processor.joining import join
+from deployments.processor.processed_item import ProcessedItem
 from deployments.types import Arrays, Chat, Media, Modality, VideoMetadata
 
 logger = logging.getLogger("ray.serve")
 
-Item = tuple[Media, Arrays]
+
+class NotExact(Exception):
+    """Says what differs from the processor's own result."""
 
 
 def only_what_is_exact(items: ItemProcessor) -> ItemProcessor:
-    """The same, without the modalities that cannot be processed item by item.
+    """Returns the processor for the modalities that it can serve exactly, with the handling found for each.
 
-    Raises ValueError, with the family's name, where a model with media is left with none.
+    Raises ValueError, with the family's name, if a model that takes media is left with no modality.
     """
-    if not items.placeholders:
+    if not items.handlings:
         return items
+    trial = _Trial(items)
+    handlings: dict[Modality, Handling] = {}
+    left_out: dict[Modality, str] = {}
     with _one_thread():
-        trial = _Trial(items)
-        for modality in list(items.placeholders):
-            samples = _samples(modality)
-            if modality is not Modality.AUDIO:
-                # The border to processors of all families, as below: one that can not do it goes without.
-                with suppress(Exception):
-                    items.learn_normalization(_with_every_byte(modality))
-                if not trial.differs(samples):
-                    continue
-                items.forget_normalization(modality)
-            if trial.differs(samples):
-                items.together |= {modality}
-                if why := trial.differs(samples):
-                    items.together -= {modality}
-                    _leave_out(items, modality, why)
-        while len(items.placeholders) > 1 and (why := trial.differs(_mixed(list(items.placeholders)))):
-            _leave_out(items, list(items.placeholders)[-1], f"together with the others, {why}")
-    return items
+        for modality in items.handlings:
+            try:
+                handlings[modality] = _first_exact(trial, modality)
+            except NotExact as error:
+                left_out[modality] = str(error)
+        while len(handlings) > 1:
+            try:
+                trial.check(_mixed(list(handlings)), handlings)
+                break
+            except NotExact as error:
+                last, _ = handlings.popitem()
+                left_out[last] = f"in one request with other modalities, {error}"
+    messages = {
+        modality: f"{items.family}: {modality} input does not come out as the processor makes it: {why}"
+        for modality, why in left_out.items()
+    }
+    if not handlings:
+        raise ValueError("; ".join(messages.values()))
+    for modality, message in messages.items():
+        logger.warning("%s; requests with %s will be refused", message, modality)
+    return items.handling(handlings)
+
+
+def _first_exact(trial: _Trial, modality: Modality) -> Handling:
+    """Raises NotExact with the difference of the last candidate."""
+    *others, last = _CANDIDATES
+    for candidate in others:
+        try:
+            return trial.try_out(candidate, modality)
+        except NotExact:
+            continue
+    return trial.try_out(last, modality)
+
+
+def _as_bytes(items: ItemProcessor, modality: Modality) -> Handling:
+    if modality is Modality.AUDIO:
+        raise NotExact("sounds are not made of bytes")
+    normalizations = items.find_normalizations(_with_every_byte(modality))
+    if not normalizations:
+        raise NotExact("the normalization cannot be deferred")
+    return Handling(normalizations=normalizations)
+
+
+def _separately(items: ItemProcessor, modality: Modality) -> Handling:
+    return Handling()
+
+
+def _jointly(items: ItemProcessor, modality: Modality) -> Handling:
+    return Handling(jointly=True)
+
+
+Candidate = Callable[[ItemProcessor, Modality], Handling]
+_CANDIDATES: list[Candidate] = [_as_bytes, _separately, _jointly]
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """With several threads, torch does not give the same last bit every time the sizes change."""
+    """With several threads, torch rounds differently when sizes change."""
     import torch
 
     before = torch.get_num_threads()
@@ -66,54 +117,61 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _leave_out(items: ItemProcessor, modality: Modality, why: str) -> None:
-    message = f"{items.family}: {modality} input does not come out as the processor makes it: {why}"
-    del items.placeholders[modality]
-    if not items.placeholders:
-        raise ValueError(message)
-    logger.warning("%s; requests with %s will be refused", message, modality)
+@contextmanager
+def _not_exact_on_error() -> Iterator[None]:
+    """Turns every error into NotExact.
+
+    This is the border to processors and templates of all families, which may raise anything. A candidate that
+    raises is not exact, and must not keep the server from starting with another one.
+    """
+    try:
+        yield
+    except NotExact:
+        raise
+    except Exception as error:
+        raise NotExact(f"{type(error).__name__}: {error}") from error
 
 
 class _Trial:
+    """Compares both ways for samples of one processor, which it does not change."""
+
     def __init__(self, items: ItemProcessor) -> None:
         self._items = items
-        # A copy: an encoder makes some of the tokenizer's tokens special.
+        # A copy, because an encoder makes some of the tokenizer's tokens special.
         self._encoder = ChatEncoder(prompting_of(copy.deepcopy(items.processor)))
 
-    def differs(self, samples: Sequence[Item]) -> str | None:
-        """What differs, in words; None where all is equal, for one sample alone and for all together."""
-        for some in (samples[:1], samples):
-            try:
-                ours, theirs = self._apart(some), self._jointly(some)
-            # The border to templates and processors of all families: whatever they raise here is a no.
-            except Exception as error:  # noqa: BLE001
-                return f"{type(error).__name__}: {error}"
-            if odd := ours.keys() ^ theirs.keys():
-                return f"{', '.join(sorted(odd))} only on one side"
-            for name, array in theirs.items():
-                if ours[name].dtype != array.dtype or not np.array_equal(ours[name], array):
-                    return f"{name} differs"
-        return None
+    def try_out(self, candidate: Candidate, modality: Modality) -> Handling:
+        """Returns the handling that the candidate proposes. Raises NotExact if it is not exact."""
+        with _not_exact_on_error():
+            handling = candidate(self._items, modality)
+        self.check(_samples(modality), {modality: handling})
+        return handling
 
-    def _apart(self, samples: Sequence[Item]) -> Arrays:
+    def check(self, samples: Sequence[Item], handlings: Mapping[Modality, Handling]) -> None:
+        """Raises NotExact unless the first sample alone, and all samples together, are exact."""
+        items = self._items.handling(handlings)
+        for some in (samples[:1], samples):
+            with _not_exact_on_error():
+                _compare(self._separately(items, some), self._in_one_call(some))
+
+    def _separately(self, items: ItemProcessor, samples: Sequence[Item]) -> Arrays:
         modalities = [media.modality for media, _ in samples]
-        done: list[Processed | None] = [None] * len(samples)
+        done: dict[int, ProcessedItem] = {}
         for modality in set(modalities):
             places = [i for i, each in enumerate(modalities) if each == modality]
-            groups = [places] if modality in self._items.together else [[place] for place in places]
+            groups = [places] if modality in items.joint else [[place] for place in places]
             for group in groups:
-                processed = self._items.process([samples[place] for place in group])
-                for place, each in zip(group, processed, strict=True):
-                    done[place] = each
-        all_done = [each for each in done if each]
+                processed = items.process([samples[place] for place in group])
+                done |= zip(group, processed, strict=True)
+        in_order = [done[place] for place in range(len(samples))]
         chat = Chat(_conversation([{"type": str(modality)} for modality in modalities]))
-        prompt = self._encoder.encode(chat, [each.affixes for each in all_done])
-        return join(prompt, [(each.record(None), each.features) for each in all_done])
+        prompt = self._encoder.encode(chat, [each.affixes for each in in_order])
+        return join(prompt, [(each.record(None), each.features) for each in in_order])
 
-    def _jointly(self, samples: Sequence[Item]) -> Arrays:
-        """With media as users of the processor pass them."""
+    def _in_one_call(self, samples: Sequence[Item]) -> Arrays:
+        """With media in the form in which users of the processor pass them."""
         processor = self._items.processor
-        kwargs: dict[str, Any] = {"return_tensors": "pt"}
+        kwargs: dict[str, object] = {"return_tensors": "pt"}
         if metadata := [media.video_metadata for media, _ in samples if media.video_metadata]:
             kwargs |= {"video_metadata": [metadata], "do_sample_frames": False}
             if "video_second_per_grid" in processor.model_input_names:
@@ -128,8 +186,17 @@ class _Trial:
         return {name: np.asarray(value) for name, value in answer.items()}
 
 
-def _conversation(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Blanks and line breaks around the items show whether text and items grow together."""
+def _compare(ours: Arrays, theirs: Arrays) -> None:
+    """Raises NotExact with the names of the features that differ."""
+    if odd := ours.keys() ^ theirs.keys():
+        raise NotExact(f"{', '.join(sorted(odd))} only on one side")
+    for name, array in theirs.items():
+        if ours[name].dtype != array.dtype or not np.array_equal(ours[name], array):
+            raise NotExact(f"{name} differs")
+
+
+def _conversation(parts: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Spaces and line breaks around the items reveal affixes that merge with the text next to them."""
     first, *others = parts
     around = [{"type": "text", "text": text} for text in (" what is \n", " this ?")]
     return [
@@ -139,7 +206,7 @@ def _conversation(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _as_part(media: Media, arrays: Arrays) -> dict[str, Any]:
+def _as_part(media: Media, arrays: Arrays) -> dict[str, object]:
     from PIL import Image
 
     (array,) = arrays.values()
@@ -151,7 +218,7 @@ _IMAGE_SIZES = ((96, 128), (208, 80), (128, 96))  # height, width
 _AUDIO_SAMPLES = (16000, 25600, 11200)
 _NUM_FRAMES = 4
 _SAMPLED_FPS = 2.0
-_SLOPE = 530  # pixels
+_GRADIENT_WIDTH = 530  # pixels
 
 
 def _samples(modality: Modality) -> list[Item]:
@@ -163,7 +230,7 @@ def _mixed(modalities: list[Modality]) -> list[Item]:
 
 
 def _sample(modality: Modality, i: int) -> Item:
-    """The i-th small sample of a modality: noise, each of another size."""
+    """The i-th small sample of a modality: noise, each in a different size."""
     random = np.random.default_rng(i)
     name = f"sample {i}"
     if modality is Modality.AUDIO:
@@ -174,17 +241,19 @@ def _sample(modality: Modality, i: int) -> Item:
 
 
 def _with_every_byte(modality: Modality) -> Item:
-    """A slope of grey, so gentle that it has every value at half of its size, too.
+    """A grey gradient with all 256 bytes, so gentle that it keeps them at half of its size.
 
-    No patches of usual sizes make up its width: it is resized, so that a processor shows whether it does that
-    with bytes.
+    Its width is no multiple of a usual patch size, so the processor has to resize it. That shows whether it
+    resizes bytes or normalized values.
     """
-    slope = (np.arange(_SLOPE) * 256 // _SLOPE).astype(np.uint8)
-    return _image_or_video(modality, "slope", np.broadcast_to(slope[:, None], (_NUM_FRAMES, 16, _SLOPE, 3)))
+    gradient = (np.arange(_GRADIENT_WIDTH) * 256 // _GRADIENT_WIDTH).astype(np.uint8)
+    return _image_or_video(
+        modality, "gradient", np.broadcast_to(gradient[:, None], (_NUM_FRAMES, 16, _GRADIENT_WIDTH, 3))
+    )
 
 
 def _image_or_video(modality: Modality, name: str, frames: npt.NDArray[np.uint8]) -> Item:
-    """`frames`: [_NUM_FRAMES, H, W, 3], of which an image has the first."""
+    """`frames`: [_NUM_FRAMES, H, W, 3]. An image is the first of them."""
     if modality is Modality.IMAGE:
         return Media(modality, name), {"pixels": frames[0]}
     metadata: VideoMetadata = {

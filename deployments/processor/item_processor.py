@@ -1,150 +1,125 @@
-"""One media item through the checkpoint's processor, as if the processor had seen the whole conversation."""
+"""Processes one media item as if the checkpoint's processor had seen the whole conversation.
+
+The processor expands a text with one placeholder in it. We find the token range that replaces the
+placeholder: it begins and ends with a *split token*, a token at which the tokenizer always splits.
+
+    text      <wrapper>             <placeholder>                  <wrapper>
+    expanded  <wrapper> plain text  <split><pad>...<pad><split>  plain text <wrapper>
+                        |- affix -|  |------- item span ------|  |- affix -|
+
+The item span takes the placeholder's place in the prompt, as token ids. The affixes may merge with the text
+next to them, so they are encoded together with that text. The wrapper tokens are split tokens that the chat
+template writes: the prompt has them already, but some processors expect them around the placeholder.
+"""
 
 from __future__ import annotations
 
-import inspect
+import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from deployments.errors import InvalidMedia, MediaTooLarge, ServingError
-from deployments.processor.checkpoint import placeholders_of
+from deployments.errors import InvalidMedia, ServingError
+from deployments.processor.arguments import KWARGS, Item, media_arguments, media_options
+from deployments.processor.checkpoint import placeholders_of, tokenizer_of
 from deployments.processor.embed_form import embeds_forms
 from deployments.processor.joining import join_rule, part
-from deployments.processor.normalization import AS_BYTES, learn
-from deployments.processor.pixel_layout import channels_first, without_relayout
-from deployments.processor.placeholders import PER_TOKEN, run_lengths
-from deployments.processor.settings import ProcessorSettings, as_kwargs, settings_of
+from deployments.processor.normalization import AS_BYTES, declared_normalization, deferrable
+from deployments.processor.pixel_layout import without_relayout
+from deployments.processor.placeholders import PER_TOKEN
+from deployments.processor.processed_item import ProcessedItem
+from deployments.processor.protocols import Processor
+from deployments.processor.settings import WORKERS, ProcessorSettings, as_kwargs, settings_of
 from deployments.runtime.hashing import digest
-from deployments.types import (
-    Affixes,
-    Arrays,
-    InputSpec,
-    Media,
-    MediaOptions,
-    MMFeatures,
-    Modality,
-    Normalization,
-    Payload,
-)
+from deployments.runtime.payload import INLINE_BYTES
+from deployments.types import Affixes, Arrays, InputSpec, Media, Modality, Normalization
 
-MIN_AUDIO_S = 0.3  # shorter clips are padded with silence: the encoders make no token of them
-DEFAULT_FPS = 2.0  # frames a second of video, where the checkpoint says neither that nor a number of frames
-
-_KWARGS = {Modality.IMAGE: "images_kwargs", Modality.AUDIO: "audio_kwargs", Modality.VIDEO: "videos_kwargs"}
-_OFFSETS = "text_replacement_offsets"  # transformers' name for what took the placeholders' places
+_OFFSETS = "text_replacement_offsets"  # transformers' name for the texts that replaced the placeholders
+_SMALL_IMAGE = np.zeros((224, 224, 3), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class Processed:
-    modality: Modality
-    token_ids: list[int]  # replace the placeholder
-    num_tokens: int  # so many of them are positions that embeddings fill
-    features: Arrays
-    affixes: Affixes
-    digest: str  # of all that shaped this
-    family: str  # class of the processor
-    normalizations: dict[str, Normalization]  # see `MMFeatures`
+class Handling:
+    """How items of one modality are processed. `deployments.processor.exactness` chooses it at start."""
 
-    def record(self, payload: Payload | None, service_ms: float = 0.0) -> MMFeatures:
-        """What other stages get, with `features` in the payload."""
-        return MMFeatures(
-            modality=self.modality,
-            digest=self.digest,
-            num_tokens=self.num_tokens,
-            replacement=run_lengths(self.token_ids),
-            payload=payload,
-            shapes={
-                name: (array.shape, "float32" if name in self.normalizations else array.dtype.name)
-                for name, array in self.features.items()
-            },
-            service_ms=service_ms,
-            affixes=self.affixes,
-            family=self.family,
-            normalizations=self.normalizations,
-        )
+    jointly: bool = False  # all items of a request in one call, because they influence each other
+    normalizations: dict[str, Normalization] = field(default_factory=dict)  # feature -> applied by the model
 
 
 class ItemProcessor:
-    """One processor, for one thread at a time.
+    """One processor. It must not be used by several threads at once, because of its tokenizer.
 
-    It is called in public, on a text of nothing but the item's placeholder between the special tokens that
-    the chat template puts around it. What it makes of the placeholder replaces it in the prompt; the features
-    are those that one call over the whole conversation would give for this item.
-
-    Some families treat an item otherwise when others of its modality are there. These modalities, `together`,
-    are processed in one call for all items of a request.
+    `process` gives the features that one call over the whole conversation would give for the item.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Processor) -> None:
         self.processor = without_relayout(processor)
         self.family = type(processor).__name__
-        self.placeholders = placeholders_of(processor)
-        self.together: frozenset[Modality] = frozenset()  # set by deployments.processor.exactness
-        self._normalizations: dict[Modality, dict[str, Normalization]] = {}
-        seams = _seam_tokens(processor)
-        self._seam_ids = frozenset(getattr(processor, "tokenizer", processor).convert_tokens_to_ids(seams))
-        self._walls = {m: _walls(processor, m, token, seams) for m, token in self.placeholders.items()}
-        self._settings = {m: settings_of(processor, m) for m in self.placeholders}
-        self._fingerprint = _fingerprint(processor) if self.placeholders else ""
+        self.handlings: Mapping[Modality, Handling] = dict.fromkeys(placeholders_of(processor), Handling())
+        self._tokenizer = tokenizer_of(processor)
+        self._placeholders = placeholders_of(processor)
+        split_tokens = self._find_split_tokens()
+        self._split_ids = frozenset(self._tokenizer.convert_tokens_to_ids(split_tokens))
+        self._wrappers = {
+            modality: _wrapper_tokens(processor, modality, token, split_tokens)
+            for modality, token in self._placeholders.items()
+        }
+        self._settings = {modality: settings_of(processor, modality) for modality in self._placeholders}
+        self._fingerprint = self._digest_of_processor() if self._placeholders else ""
+
+    @property
+    def joint(self) -> list[Modality]:
+        return [modality for modality, handling in self.handlings.items() if handling.jointly]
+
+    def handling(self, handlings: Mapping[Modality, Handling]) -> ItemProcessor:
+        """This processor for these modalities only, handled like this. It shares everything else."""
+        other = copy.copy(self)
+        other.handlings = dict(handlings)
+        return other
 
     def spec(self) -> InputSpec:
-        """Of the modalities in `placeholders`."""
         return InputSpec(
-            list(self.placeholders),
-            _media_options(self.processor),
-            settings={name: most for m in self.placeholders for name, most in self._settings[m].items()},
-            together=[m for m in self.placeholders if m in self.together],
-            embeds=embeds_forms(self.placeholders, lambda *item: self.process([item])[0]),
+            list(self.handlings),
+            media_options(self.processor),
+            settings={name: most for m in self.handlings for name, most in self._settings[m].items()},
+            joint=self.joint,
+            embeds=embeds_forms(self.handlings, self._process_one),
+            small_images_inline=self._fits_inline(_SMALL_IMAGE),
         )
 
-    def learn_normalization(self, item: tuple[Media, Arrays]) -> None:
-        """From now on this modality's features are not normalized, where that gives every bit later, too.
-
-        `item`: has every value of a byte in each channel, after it was resized, too.
-        """
-        modality = item[0].modality
-        *_, exact = self._call(modality, [item], {}, as_bytes=False)
-        *_, raw = self._call(modality, [item], {}, as_bytes=True)
-        self._normalizations[modality] = learn(exact, raw)
-
-    def forget_normalization(self, modality: Modality) -> None:
-        self._normalizations.pop(modality, None)
-
     def process(
-        self, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
-    ) -> list[Processed]:
-        """`items` of one modality, in one call of the processor; their arrays are only read.
+        self, items: Sequence[Item], settings: ProcessorSettings | None = None
+    ) -> list[ProcessedItem]:
+        """Processes items of one modality in one call of the processor; their arrays are only read.
 
-        Raises InvalidMedia, MediaTooLarge, or ServingError for all of a family.
+        Raises InvalidMedia or MediaTooLarge, or ServingError if no item of this family can be served.
         """
         modality = items[0][0].modality
-        own = self._own(modality, settings)
-        normalizations = self._normalizations.get(modality, {})
-        replacements, text_ids, arrays = self._call(modality, items, own, as_bytes=bool(normalizations))
-        digests = self.digests([media for media, _ in items], own)
+        normalizations = self.handlings[modality].normalizations
+        call = self._call(
+            modality, items, self._applicable(modality, settings), as_bytes=bool(normalizations)
+        )
+        digests = self.digests([media for media, _ in items], settings)
         processed = []
-        for index, core in enumerate(self._cores(modality, text_ids, len(items))):
-            token_ids = text_ids[core]
+        for index, span in enumerate(self._item_spans(modality, call.token_ids, len(items))):
+            token_ids = call.token_ids[span]
             features = {
-                name: array[:, core]
+                name: array[:, span]
                 if name in PER_TOKEN
                 else part(array, join_rule(self.family, name), index, len(items))
-                for name, array in arrays.items()
+                for name, array in call.features.items()
             }
-            affixes = self._affixes(replacements[index], token_ids)
-            num_tokens = self._num_tokens(token_ids)
             processed.append(
-                Processed(
+                ProcessedItem(
                     modality,
                     token_ids,
-                    num_tokens,
+                    self._num_tokens(token_ids),
                     features,
-                    affixes,
+                    self._affixes(call.replacements[index], token_ids),
                     digests[index],
                     self.family,
                     normalizations,
@@ -153,199 +128,159 @@ class ItemProcessor:
         return processed
 
     def digests(self, items: Sequence[Media], settings: ProcessorSettings | None = None) -> list[str]:
-        """Of each item: over all that shapes what `process` makes of it."""
+        """Returns a digest for each item, over everything that shapes its result in `process`."""
         modality = items[0].modality
-        own = self._own(modality, settings)
+        applicable = sorted(self._applicable(modality, settings).items())
         contents = [media.digest for media in items]
-        shaping = (modality, self._fingerprint, repr(sorted(own.items())), *contents)
+        shaping = (modality, self._fingerprint, repr(applicable), *contents)
         return [digest(*shaping, str(place)) for place in range(len(items))]
 
-    def _own(self, modality: Modality, settings: ProcessorSettings | None) -> ProcessorSettings:
-        """Those of a request's settings that concern this modality."""
-        return {k: v for k, v in (settings or {}).items() if k in self._settings[modality]}
+    def find_normalizations(self, item: Item) -> dict[str, Normalization]:
+        """The normalizations that the model can apply later, by feature; empty if a bit would differ.
+
+        `item` has all 256 bytes in each channel, also after the processor has resized it.
+        """
+        modality = item[0].modality
+        normalization = declared_normalization(getattr(self.processor, WORKERS.get(modality, ""), None))
+        if normalization is None:
+            return {}
+        exact = self._call(modality, [item], {}, as_bytes=False).features
+        raw = self._call(modality, [item], {}, as_bytes=True).features
+        return deferrable(exact, raw, normalization)
+
+    def _process_one(self, media: Media, arrays: Arrays) -> ProcessedItem:
+        return self.process([(media, arrays)])[0]
+
+    def _fits_inline(self, pixels: npt.NDArray[np.uint8]) -> bool:
+        """Measures whether the features of an image of this size travel in the message."""
+        if Modality.IMAGE not in self.handlings:
+            return False
+        try:
+            done = self._process_one(Media(Modality.IMAGE, "small image"), {"pixels": pixels})
+        except ServingError:  # the processor refuses this size
+            return False
+        return sum(array.nbytes for array in done.features.values()) <= INLINE_BYTES
+
+    def _applicable(self, modality: Modality, settings: ProcessorSettings | None) -> ProcessorSettings:
+        """The settings of a request that concern this modality."""
+        return {name: value for name, value in (settings or {}).items() if name in self._settings[modality]}
 
     def _call(
-        self,
-        modality: Modality,
-        items: Sequence[tuple[Media, Arrays]],
-        settings: ProcessorSettings,
-        as_bytes: bool,
-    ) -> tuple[list[str], list[int], Arrays]:
-        """What replaced each placeholder, the token ids of all, and the features."""
-        before, after = self._walls[modality]
-        arguments = _AS_ARGUMENTS[modality](self.processor, items)
-        kwargs = arguments[_KWARGS[modality]]
-        kwargs |= as_kwargs(self.processor, modality, settings) | (AS_BYTES if as_bytes else {})
-        kwargs["return_tensors"] = "pt"
-        unit = before + self.placeholders[modality] + after
+        self, modality: Modality, items: Sequence[Item], settings: ProcessorSettings, as_bytes: bool
+    ) -> _Call:
+        before, after = self._wrappers[modality]
+        media, options = media_arguments(self.processor, modality, items)
+        options |= as_kwargs(self.processor, modality, settings) | (AS_BYTES if as_bytes else {})
+        options["return_tensors"] = "pt"
+        wrapped = before + self._placeholders[modality] + after
         try:
             answer = self.processor(
-                text=[self._between.join([unit] * len(items))],
+                text=[self._separator.join([wrapped] * len(items))],
                 text_kwargs={"add_special_tokens": False},
                 return_text_replacement_offsets=True,
-                **arguments,
+                **media,
+                **{KWARGS[modality]: options},
             )
         except ValueError as error:
             raise InvalidMedia(
                 f"The model's processor refuses this {modality}: {_in_words(error)}"
             ) from error
-        # Not `return_tensors` for all: some processors would make tensors of the offsets, too.
+        # Not `return_tensors` for the whole call: some processors would try to make tensors of the offsets.
         values = dict(answer.convert_to_tensors("pt", skip_tensor_conversion=[_OFFSETS]))
-        replacements = [offset["replacement"] for offset in values.pop(_OFFSETS)[0]]
-        text_ids: list[int] = values.pop("input_ids")[0].tolist()
-        values.pop("attention_mask", None)
-        return replacements, text_ids, {name: np.ascontiguousarray(value) for name, value in values.items()}
+        return _Call.of(values)
 
     @property
-    def _between(self) -> str:
-        """Stands between several items: a token that belongs to none of them."""
-        special = self.processor.tokenizer.special_tokens_map
-        token: str = special.get("eos_token") or special.get("pad_token") or ""
-        return token
+    def _separator(self) -> str:
+        """Stands between two items of one call: a token that belongs to neither of them."""
+        special = self._tokenizer.special_tokens_map
+        return special.get("eos_token") or special.get("pad_token") or ""
 
-    def _cores(self, modality: Modality, text_ids: list[int], count: int) -> list[slice]:
-        """Of each item, from the first to the last token at which the tokenizer always splits."""
-        before, after = self._walls[modality]
-        ends = [len(text_ids)]
+    def _item_spans(self, modality: Modality, token_ids: list[int], count: int) -> list[slice]:
+        """The range of each item, from its first to its last split token."""
+        before, after = self._wrappers[modality]
+        ends = [len(token_ids)]
         if count > 1:
-            between = self.processor.tokenizer.convert_tokens_to_ids(self._between)
-            ends = [i for i, token_id in enumerate(text_ids) if token_id == between] + ends
-        cores, start = [], 0
+            separator = self._tokenizer.convert_tokens_to_ids(self._separator)
+            ends = [i for i, token_id in enumerate(token_ids) if token_id == separator] + ends
+        spans, start = [], 0
         for end in ends:
             inner = range(start + bool(before), end - bool(after))
-            first = next((i for i in inner if text_ids[i] in self._seam_ids), None)
-            last = next((i for i in reversed(inner) if text_ids[i] in self._seam_ids), None)
+            first = next((i for i in inner if token_ids[i] in self._split_ids), None)
+            last = next((i for i in reversed(inner) if token_ids[i] in self._split_ids), None)
             if first is None or last is None:
                 raise InvalidMedia(
-                    f"This {modality} is too short or too small for the model to make anything of it."
+                    f"The model makes no tokens of this {modality}, because it is too short or too small."
+                    " Send a longer or larger one."
                 )
-            cores.append(slice(first, last + 1))
+            spans.append(slice(first, last + 1))
             start = end + 1
-        return cores
+        return spans
 
     def _affixes(self, replacement: str, token_ids: list[int]) -> Affixes:
-        first, last = self.processor.tokenizer.convert_ids_to_tokens([token_ids[0], token_ids[-1]])
-        head, found, _ = replacement.partition(first)
-        _, found_too, tail = replacement.rpartition(last)
-        if not found or not found_too:
+        """The plain text of a replacement before its first and after its last split token."""
+        first, last = self._tokenizer.convert_ids_to_tokens([token_ids[0], token_ids[-1]])
+        prefix, found_first, _ = replacement.partition(first)
+        _, found_last, suffix = replacement.rpartition(last)
+        if not found_first or not found_last:
             raise ServingError(f"Media of this model's family ({self.family}) cannot be served yet.")
-        return head, tail
+        return prefix, suffix
 
     def _num_tokens(self, token_ids: list[int]) -> int:
-        """Of what a family wraps around them, the positions of embeddings are the most."""
+        """The positions of embeddings: no other split token of a family is as frequent."""
         counts = Counter(token_ids).items()
-        return max(count for token_id, count in counts if token_id in self._seam_ids)
+        return max(count for token_id, count in counts if token_id in self._split_ids)
+
+    def _find_split_tokens(self) -> list[str]:
+        """Added tokens, the longest first, without white space: a run of it may be another token."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        contents = (token.content for token in added if not token.content.isspace())
+        return sorted(contents, key=len, reverse=True)
+
+    def _digest_of_processor(self) -> str:
+        import transformers
+
+        kwargs = (repr(getattr(self.processor, name, None)) for name in (*KWARGS.values(), "text_kwargs"))
+        tokenizer = self._tokenizer.backend_tokenizer.to_str()
+        return digest(transformers.__version__, self.processor.to_json_string(), tokenizer, *kwargs)
 
 
-def _seam_tokens(processor: Any) -> list[str]:
-    """Tokens at which the tokenizer always splits, the longest first. Those of blanks may grow together."""
-    added = getattr(processor, "tokenizer", processor).added_tokens_decoder.values()
-    return sorted((token.content for token in added if not token.content.isspace()), key=len, reverse=True)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The result of one call of the processor."""
+
+    replacements: list[str]  # the text that replaced each placeholder
+    token_ids: list[int]  # of the whole expanded text
+    features: Arrays
+
+    @classmethod
+    def of(cls, values: dict[str, object]) -> _Call:
+        offsets, input_ids = values.pop(_OFFSETS), np.asarray(values.pop("input_ids"))
+        values.pop("attention_mask", None)
+        assert isinstance(offsets, list)
+        replacements = [offset["replacement"] for offset in offsets[0]]
+        features = {name: np.ascontiguousarray(value) for name, value in values.items()}
+        return cls(replacements, input_ids[0].tolist(), features)
 
 
-def _walls(processor: Any, modality: Modality, placeholder: str, seams: list[str]) -> tuple[str, str]:
-    """The special tokens that the chat template puts right before and after an item; "" where none is."""
+def _wrapper_tokens(
+    processor: Processor, modality: Modality, placeholder: str, split_tokens: list[str]
+) -> tuple[str, str]:
+    """The split tokens that the chat template puts right before and after an item; "" if there is none."""
     from jinja2 import TemplateError
 
-    text = {"type": "text", "text": "a"}
+    text: dict[str, object] = {"type": "text", "text": "a"}
+    message: dict[str, object] = {"role": "user", "content": [text, {"type": str(modality)}, text]}
     try:
-        rendered = processor.apply_chat_template(
-            [{"role": "user", "content": [text, {"type": str(modality)}, text]}], tokenize=False
-        )
-    except (TemplateError, TypeError):  # one that wants strings
+        rendered = processor.apply_chat_template([message], tokenize=False)
+    except (TemplateError, TypeError):  # the template takes only strings as content
         return "", ""
     left, _, right = rendered.partition(placeholder)
-    before = next((token for token in seams if left.endswith(token)), "")
-    after = next((token for token in seams if right.startswith(token)), "")
+    before = next((token for token in split_tokens if left.endswith(token)), "")
+    after = next((token for token in split_tokens if right.startswith(token)), "")
     return before, after
 
 
-def _fingerprint(processor: Any) -> str:
-    import transformers
-
-    backend = getattr(processor, "tokenizer", processor).backend_tokenizer
-    kwargs = (repr(getattr(processor, name, None)) for name in (*_KWARGS.values(), "text_kwargs"))
-    return digest(transformers.__version__, processor.to_json_string(), backend.to_str(), *kwargs)
-
-
-def _image(processor: Any, items: Sequence[tuple[Media, Arrays]]) -> dict[str, Any]:
-    # The layout is told, not guessed: an image three pixels high looks like one with the channels first.
-    return {
-        "images": [[arrays["pixels"] for _, arrays in items]],
-        "images_kwargs": {"input_data_format": "channels_last"},
-    }
-
-
-def _audio(processor: Any, items: Sequence[tuple[Media, Arrays]]) -> dict[str, Any]:
-    extractor = _audio_processor(processor)
-    rate = extractor.sampling_rate
-    window = _window(processor, extractor)
-    sounds = []
-    for _, arrays in items:
-        samples = arrays["samples"]
-        if missing := max(0, round(MIN_AUDIO_S * rate) - len(samples)):
-            samples = np.pad(samples, (0, missing))
-        # Extractors cut what is longer than their window without a word.
-        if window and len(samples) > window:
-            raise MediaTooLarge(
-                f"This audio is {len(samples) / rate:.1f} s long; the model takes at most"
-                f" {window / rate:g} s."
-            )
-        sounds.append(samples)
-    return {"audio": sounds, "audio_kwargs": {"sampling_rate": rate}}
-
-
-def _window(processor: Any, extractor: Any) -> int | None:
-    """Samples after which the extractor cuts; None where it does not."""
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(extractor.__call__).parameters.items()
-    }
-    kwargs = defaults | dict(getattr(processor, "audio_kwargs", {}))
-    if not kwargs.get("truncation"):
-        return None
-    window = kwargs.get("max_length") or getattr(extractor, "n_samples", None)
-    return int(window) if window else None
-
-
-def _video(processor: Any, items: Sequence[tuple[Media, Arrays]]) -> dict[str, Any]:
-    metadata = [media.video_metadata for media, _ in items]
-    kwargs: dict[str, Any] = {
-        "do_sample_frames": False,  # the frames have been chosen when the clip was decoded
-        "video_metadata": [metadata],
-        "input_data_format": "channels_first",
-    }
-    if "video_second_per_grid" in processor.model_input_names:
-        # Omni processors take the rate from here instead of the metadata, one for all.
-        (only,) = metadata
-        assert only is not None
-        kwargs["fps"] = len(only["frames_indices"]) / only["total_num_frames"] * only["fps"]
-    return {"videos": [[channels_first(arrays["frames"]) for _, arrays in items]], "videos_kwargs": kwargs}
-
-
-_AS_ARGUMENTS: dict[Modality, Callable[[Any, Sequence[tuple[Media, Arrays]]], dict[str, Any]]] = {
-    Modality.IMAGE: _image,
-    Modality.AUDIO: _audio,
-    Modality.VIDEO: _video,
-}
-
-
-def _media_options(processor: Any) -> MediaOptions:
-    """How the processor wants media decoded."""
-    video = getattr(processor, "video_processor", None)
-    num_frames, fps = getattr(video, "num_frames", None), getattr(video, "fps", None)
-    if num_frames is None:
-        fps = fps or DEFAULT_FPS
-        num_frames = getattr(video, "max_frames", None)
-    extractor = _audio_processor(processor)
-    return MediaOptions(getattr(extractor, "sampling_rate", None) or 16000, num_frames, fps)
-
-
-def _audio_processor(processor: Any) -> Any:
-    return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
-
-
 def _in_words(error: ValueError) -> str:
-    """What a person may read of an error: no paths, no reprs, no more than a sentence or two."""
+    """The message of an error without paths and reprs, cut to a sentence or two."""
     words = re.sub(r"<[^<>|]*>|(?:/[\w.-]+){2,}", "(...)", " ".join(str(error).split()))
     return words[:300].rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""Prompt and items joined: what a processor would have returned for the whole conversation."""
+"""Joins a prompt and its items into the result of one processor call for the whole conversation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from deployments.processor.normalization import as_processed
 from deployments.processor.placeholders import PER_TOKEN, expand
 from deployments.types import Arrays, MMFeatures, Prompt
 
+Array = npt.NDArray[Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Join:
     """How one feature of several items becomes one array."""
 
-    axis: int | None = 0  # None: numbers that are added up
-    pad: float | None = None  # fills up what is smaller; None: items differ along the axis alone
+    axis: int | None = 0  # concatenate along this axis; None: add the numbers up
+    pad: float | None = None  # fill smaller items up with this; None: items differ only along the axis
 
 
 _PADDED = Join(pad=0)
 
-# By processor class and feature; all others are concatenated along their first axis.
+# Processor class -> feature -> rule. All other features are concatenated along their first axis.
 JOINS: dict[str, dict[str, Join]] = {
     "Gemma3nProcessor": {"input_features": _PADDED, "input_features_mask": _PADDED},
     "Gemma4Processor": {"input_features": _PADDED, "input_features_mask": _PADDED},
@@ -48,9 +50,9 @@ def join_rule(family: str, name: str) -> Join:
 
 
 def join(prompt: Prompt, items: Sequence[tuple[MMFeatures, Arrays]]) -> Arrays:
-    """`input_ids`, `attention_mask` and per-token features, int64[1, n], and the features of all items.
+    """Returns `input_ids`, `attention_mask` and per-token features, int64[1, n], and all items' features.
 
-    Raises InvalidMedia where the features of several items do not join.
+    Raises InvalidMedia if the features of several items cannot be joined.
     """
     items = [(features, as_processed(features, arrays)) for features, arrays in items]
     token_ids, spans = expand(prompt, [features for features, _ in items])
@@ -66,14 +68,14 @@ def join(prompt: Prompt, items: Sequence[tuple[MMFeatures, Arrays]]) -> Arrays:
             for span, _, array in having:
                 joined[name][0, span.offset : span.offset + span.length] = array[0]
         else:
-            arrays, first = [array for _, _, array in having], having[0][1]
-            is_own = len(arrays) == 1 and name in first.normalizations
-            joined[name] = arrays[0] if is_own else _joined(name, arrays, join_rule(first.family, name))
+            same, first = [array for _, _, array in having], having[0][1]
+            is_new = len(same) == 1 and name in first.normalizations  # `normalize` has made a copy already
+            joined[name] = same[0] if is_new else _joined(name, same, join_rule(first.family, name))
     return joined
 
 
-def part(array: npt.NDArray[Any], rule: Join, index: int, count: int) -> npt.NDArray[Any]:
-    """The share of one of `count` items that were processed together: joined again they give the whole."""
+def part(array: Array, rule: Join, index: int, count: int) -> Array:
+    """The share of one of `count` items that were processed jointly. Joining all shares gives the whole."""
     if count == 1:
         return array
     if rule.axis is None:
@@ -81,8 +83,8 @@ def part(array: npt.NDArray[Any], rule: Join, index: int, count: int) -> npt.NDA
     return np.array_split(array, count, rule.axis)[index]
 
 
-def _joined(name: str, arrays: list[npt.NDArray[Any]], rule: Join) -> npt.NDArray[Any]:
-    """A copy in any case: what comes from the object store is read-only."""
+def _joined(name: str, arrays: list[Array], rule: Join) -> Array:
+    """Always copies, because arrays from the object store are read-only."""
     if rule.axis is None:
         return np.asarray(sum(arrays))
     if rule.pad is not None:
@@ -91,12 +93,12 @@ def _joined(name: str, arrays: list[npt.NDArray[Any]], rule: Join) -> npt.NDArra
         return np.concatenate(arrays, rule.axis)
     except ValueError as error:
         raise InvalidMedia(
-            f"This model cannot take these items together ({name} of different shapes)."
+            f"This model cannot take these items in one request ({name} of different shapes)."
             " Send one at a time, or videos of equal length."
         ) from error
 
 
-def _padded(arrays: list[npt.NDArray[Any]], axis: int, value: float) -> list[npt.NDArray[Any]]:
+def _padded(arrays: list[Array], axis: int, value: float) -> list[Array]:
     largest = np.max([array.shape for array in arrays], axis=0)
     padded = []
     for array in arrays:

@@ -1,7 +1,7 @@
-"""Placeholders: one special token in the prompt for each item, and the tokens that take its place.
+"""Placeholders: one special token in the prompt for each item, and the tokens that replace it.
 
-A tokenizer always splits at its special tokens, so replacing one after encoding gives the ids that encoding
-the expanded text would have given, as long as special tokens lie at the seams on one side or the other.
+A tokenizer always splits at its special tokens. Therefore a placeholder can be replaced after encoding: the
+ids are those of the expanded text, as long as a special token lies at each border, on one side or the other.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ PER_TOKEN = frozenset({"mm_token_type_ids", "token_type_ids"})
 
 
 class Span(NamedTuple):
-    """Where an item's tokens lie in the expanded prompt."""
+    """The position of an item's tokens in the expanded prompt."""
 
     offset: int
     length: int
 
 
 def run_lengths(token_ids: Iterable[int]) -> list[tuple[int, int]]:
-    """[7, 7, 7, 9] -> [(7, 3), (9, 1)]: a large image is one id thousands of times."""
+    """Compresses [7, 7, 7, 9] to [(7, 3), (9, 1)]: a large image repeats one id thousands of times."""
     return [(token_id, sum(1 for _ in run)) for token_id, run in groupby(token_ids)]
 
 
 def expand(prompt: Prompt, features: Sequence[MMFeatures]) -> tuple[list[int], list[Span]]:
-    """The prompt with each placeholder replaced by its item's token ids, and each item's span in it.
+    """Replaces each placeholder by its item's token ids; returns the prompt and each item's span in it.
 
-    `features` are in item order, as `prompt.placeholders` are; the spans are in item order too.
+    `features` and the spans are in item order, as `prompt.placeholders` are.
     """
     pairs = list(zip(prompt.placeholders, features, strict=True))
     for (modality, _), item in pairs:

@@ -1,19 +1,19 @@
-"""What a request may set of the checkpoint's processor (`mm_processor_kwargs`), and within what bounds.
+"""Settings of the processor that a request may change (`mm_processor_kwargs`), and their bounds.
 
-Nothing may make an item cost more than the checkpoint itself allows.
+No setting may make an item cost more than the checkpoint itself allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from deployments.errors import InvalidRequest
+from deployments.processor.protocols import Processor
 from deployments.types import Modality
 
 ProcessorSettings = Mapping[str, int | bool]
 
-# Where a number's ceiling stands in a processor of images or videos; None for what is on or off.
+# Setting -> attribute of the image or video processor that is its largest value; None for an on/off setting.
 SETTINGS: dict[str, str | None] = {
     "min_pixels": "size",
     "max_pixels": "size",
@@ -25,12 +25,13 @@ SETTINGS: dict[str, str | None] = {
     "do_pan_and_scan": None,
 }
 
-_WORKERS = {Modality.IMAGE: "image_processor", Modality.VIDEO: "video_processor"}
+# The attribute of a processor that handles a modality.
+WORKERS = {Modality.IMAGE: "image_processor", Modality.VIDEO: "video_processor"}
 
 
-def settings_of(processor: Any, modality: Modality) -> dict[str, int | None]:
-    """The settings that a modality of this processor takes, and their ceilings."""
-    worker = getattr(processor, _WORKERS.get(modality, ""), None)
+def settings_of(processor: Processor, modality: Modality) -> dict[str, int | None]:
+    """The settings for this modality, each with its largest value; None for an on/off setting."""
+    worker = getattr(processor, WORKERS.get(modality, ""), None)
     takes = getattr(getattr(worker, "valid_kwargs", None), "__annotations__", {})
     found: dict[str, int | None] = {}
     for name in SETTINGS.keys() & takes.keys():
@@ -42,12 +43,11 @@ def settings_of(processor: Any, modality: Modality) -> dict[str, int | None]:
     return found
 
 
-def as_kwargs(processor: Any, modality: Modality, settings: ProcessorSettings) -> dict[str, Any]:
-    """Settings in the processor's own words: bounds of pixels are its size."""
-    kwargs: dict[str, Any] = dict(settings)
-    least, most = kwargs.pop("min_pixels", None), kwargs.pop("max_pixels", None)
-    if least or most:
-        given = {"shortest_edge": least, "longest_edge": most}
+def as_kwargs(processor: Processor, modality: Modality, settings: ProcessorSettings) -> dict[str, object]:
+    """Settings as the processor's arguments: bounds of pixels are its `size`."""
+    kwargs: dict[str, object] = {k: v for k, v in settings.items() if k not in ("min_pixels", "max_pixels")}
+    given = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
+    if any(given.values()):
         kwargs["size"] = {edge: given[edge] or own for edge, own in _size(processor, modality).items()}
     return kwargs
 
@@ -55,7 +55,10 @@ def as_kwargs(processor: Any, modality: Modality, settings: ProcessorSettings) -
 def check_settings(
     settings: ProcessorSettings, ceilings: Mapping[str, int | None], others: Iterable[str] = ()
 ) -> None:
-    """Raises InvalidRequest. `others`: settings of the same field that are not the processor's."""
+    """Raises InvalidRequest for an unknown setting or a value out of bounds.
+
+    `others`: settings of the same field that are not the processor's, for the message.
+    """
     for name, value in settings.items():
         param = f"mm_processor_kwargs.{name}"
         if name not in ceilings:
@@ -67,11 +70,13 @@ def check_settings(
         if ceiling is not None and value > ceiling:
             raise InvalidRequest(f"{param} is {value}; the largest value of this model is {ceiling}.", param)
     if settings.get("min_pixels", 0) > settings.get("max_pixels", float("inf")):
-        raise InvalidRequest("min_pixels is greater than max_pixels.", "mm_processor_kwargs.min_pixels")
+        raise InvalidRequest(
+            "min_pixels is greater than max_pixels. Lower min_pixels.", "mm_processor_kwargs.min_pixels"
+        )
 
 
-def _size(processor: Any, modality: Modality) -> dict[str, int]:
-    """As the processor is called: its class may set the size of videos over that of its video processor."""
-    over = getattr(processor, f"{modality}s_kwargs", {}).get("size")
-    size = over or getattr(processor, _WORKERS[modality]).size
+def _size(processor: Processor, modality: Modality) -> dict[str, int]:
+    """The size in effect: the processor's class may set one that hides that of its video processor."""
+    override = getattr(processor, f"{modality}s_kwargs", {}).get("size")
+    size = override or getattr(processor, WORKERS[modality]).size
     return {edge: size[edge] for edge in ("shortest_edge", "longest_edge")}

@@ -1,4 +1,4 @@
-"""Tiny models with random weights of the families in tiny_families.py, to see that the inputs fit them."""
+"""Tiny models with random weights for the families in tiny_families.py, to check that inputs fit them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _decoder(tokenizer: Any, **other: Any) -> dict[str, Any]:
 
 
 def _tower(**other: Any) -> dict[str, Any]:
-    """What looks at images."""
+    """The config of an image encoder."""
     return {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -65,7 +65,7 @@ def _qwen_vl(tokenizer: Any, **vision: Any) -> dict[str, Any]:
 
 
 def _configs(name: str, processor: Any) -> dict[str, Any]:
-    """Arguments of a tiny config of the family."""
+    """The arguments of a tiny config of the family."""
     tokenizer = processor.tokenizer
     llama = _decoder(tokenizer, model_type="llama")
     qwen = _decoder(tokenizer, model_type="qwen2")
@@ -229,7 +229,7 @@ def _configs(name: str, processor: Any) -> dict[str, Any]:
 
 
 def tiny_model(family: Family) -> Any:
-    """In evaluation mode."""
+    """A random model of the family, in evaluation mode."""
     import torch
     import transformers
 
@@ -237,7 +237,7 @@ def tiny_model(family: Family) -> Any:
     torch.manual_seed(0)
     config = model_class.config_class(**_configs(family.name, processor(family.folder())))
     model = model_class(config).eval()
-    # Random weights of the usual size would answer the same token for ever.
+    # Random weights of the usual size would give the same token forever.
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -245,7 +245,7 @@ def tiny_model(family: Family) -> Any:
 
 @cache
 def checkpoint(name: str) -> str:
-    """The folder of a family's processor, with a model in it."""
+    """The folder of a family's processor, after adding a model to it."""
     family = next(family for family in FAMILIES if family.name == name)
     tiny_model(family).save_pretrained(family.folder())
     return family.folder()

@@ -1,6 +1,6 @@
-"""Tiny processors and models of many families, built here: random weights, templates in each family's manner.
+"""Tiny processors of many families, with a chat template in each family's manner.
 
-Each is a folder as `save_pretrained` makes it, so that it is loaded the way any checkpoint is.
+Each is a folder written by `save_pretrained`, so that it is loaded like any checkpoint.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from deployments.processor.arguments import Item
 from deployments.processor.checkpoint import BUNDLED
 from deployments.types import Chat
 from tests.support.tiny_models import (
     OMNI,
     VL_SIZES,
-    Item,
     arguments_of,
     assembled,
     audio,
@@ -33,9 +33,10 @@ from tests.support.tiny_models import (
 
 _SCRATCH = tempfile.TemporaryDirectory(prefix="headrace-families-")
 
-SIDE = 32  # pixels; of families whose images have one size
+SIDE = 32  # pixels: the image size of families that have only one
 SQUARE = {"height": SIDE, "width": SIDE}
-GRID = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]  # of families that look at tiles
+# Sizes in which families that cut images into tiles arrange them.
+GRID = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
 
 IMAGE, AUDIO, VIDEO = "image", "audio", "video"
 
@@ -60,7 +61,7 @@ def chat_template(
     roles: Mapping[str, str] | None = None,
     trim: bool = False,
 ) -> str:
-    """`turn`: what stands before and after the content of a message, with ROLE for its role."""
+    """`turn`: the text before and after the content of a message, with ROLE in place of its role."""
     before, after = (repr(part).replace("ROLE", "' ~ role ~ '") for part in turn)
     branches = "".join(
         f"{{%- elif part.type == '{modality}' -%}}{{{{ {written!r} }}}}"
@@ -83,8 +84,8 @@ def chat_template(
     )
 
 
-# Tokenizers, one of each kind: of bytes; in the manner of SentencePiece, with a blank before every stretch of
-# text; and in that of Gemma, whose line breaks in a row are one token that is not special.
+# Three kinds of tokenizers: one of bytes; one like SentencePiece, with a blank before every piece of text;
+# and one like Gemma's, in which several line breaks are one token that is not special.
 
 
 def _of_bytes(
@@ -498,7 +499,7 @@ def _glm4v() -> str:
 
 @cache
 def paligemma() -> str:
-    """One that cannot be served apart: its processor writes into the text around the images."""
+    """A family that cannot be served, because its processor changes the text around the images."""
     from transformers import PaliGemmaProcessor, SiglipImageProcessor
 
     images = SiglipImageProcessor(size=SQUARE)
@@ -537,11 +538,11 @@ FAMILIES = [
 
 
 def samples(family: Family) -> list[Item]:
-    """Three of each modality, of different sizes, in turn."""
+    """Three items of each modality in different sizes, the modalities in turn."""
     return [_SAMPLES[modality](i) for i in range(3) for modality in family.modalities]
 
 
-# Videos have as many frames each: some processors stack them.
+# All videos have the same number of frames, because some processors stack them.
 _SAMPLES: dict[str, Callable[[int], Item]] = {
     IMAGE: lambda i: image(i, *((40, 56), (100, 30), (560, 270))[i]),
     AUDIO: lambda i: audio(i, (1.0, 1.73, 0.5)[i]),
@@ -550,7 +551,7 @@ _SAMPLES: dict[str, Callable[[int], Item]] = {
 
 
 def conversation(items: Sequence[Item]) -> Chat:
-    """Items over three of six messages, with text before, between and behind them, and some with none."""
+    """Spreads items over three of six messages, with and without text before, between and after them."""
     first, *rest = [{"type": str(media.modality)} for media, _ in items]
     middle, last = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     text = [{"type": "text", "text": text} for text in ("And this?", " \n so ", "\n\nReally? ")]
@@ -567,7 +568,7 @@ def conversation(items: Sequence[Item]) -> Chat:
 
 
 def compared(family: Family, chat: Chat, items: Sequence[Item], **settings: int | bool) -> dict[str, bool]:
-    """Of each tensor: whether items apart, joined, give the same bits as one call for them all."""
+    """Compares items that were processed separately with one call for all: tensor name -> equal bits."""
     import torch
 
     folder = family.folder()

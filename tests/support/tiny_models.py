@@ -1,4 +1,4 @@
-"""Models for tests: the bundled one, and a tiny random Qwen2.5-VL, whose processor differs in much."""
+"""Models for tests: the bundled one, and tiny random ones of other families."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from deployments.engine.base import EngineItem
+from deployments.processor.arguments import Item
 from deployments.processor.chat_encoder import ChatEncoder
 from deployments.processor.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.processor.exactness import only_what_is_exact
@@ -34,9 +35,7 @@ from tests.support.paths import ROOT
 OMNI = "tiny-omni"
 DECODER = MediaLoaderConfig().decoder
 
-Item = tuple[Media, Arrays]
-
-# No tests write to it; what it holds is deleted with the process.
+# Tests only read from it. It is deleted when the process ends.
 _SCRATCH = tempfile.TemporaryDirectory(prefix="headrace-tests-")
 
 QWEN_VL_TEMPLATE = """\
@@ -77,7 +76,7 @@ VL_SIZES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16,
 
 @cache
 def qwen_vl(patch_size: int = 8, max_pixels: int = 64 * 64, context: int = 512) -> str:
-    """Folder of a random Qwen2.5-VL that never ends an answer. `<think>` is added, but not special."""
+    """The folder of a random Qwen2.5-VL that never ends an answer. `<think>` is added, but not special."""
     import torch
     from transformers import (
         Qwen2_5_VLConfig,
@@ -129,7 +128,7 @@ def qwen_vl(patch_size: int = 8, max_pixels: int = 64 * 64, context: int = 512) 
         vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     )
     model = Qwen2_5_VLForConditionalGeneration(config)
-    # Random weights of the usual size would answer the same token for ever.
+    # Random weights of the usual size would give the same token forever.
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
@@ -138,7 +137,7 @@ def qwen_vl(patch_size: int = 8, max_pixels: int = 64 * 64, context: int = 512) 
 
 @cache
 def qwen3_vl() -> str:
-    """Folder of a Qwen3-VL processor, whose videos are stretches with the time in plain text before each."""
+    """The folder of a Qwen3-VL processor. It writes the time in plain text before each video frame."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     folder = Path(_SCRATCH.name) / "qwen3-vl"
@@ -154,7 +153,7 @@ def qwen3_vl() -> str:
 
 @cache
 def wide_omni() -> str:
-    """Folder of a tiny-omni of random weights, as wide as the corpus' embeddings are."""
+    """The folder of a tiny-omni with random weights, as wide as the corpus' embeddings."""
     import torch
     from transformers import AutoConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
@@ -173,7 +172,7 @@ def wide_omni() -> str:
     return str(folder)
 
 
-# For parametrize: nothing is built, and torch not imported, before a test runs.
+# For parametrize: nothing is built and torch is not imported before a test runs.
 MODELS = {"omni": lambda: OMNI, "qwen-vl": qwen_vl}
 
 
@@ -202,23 +201,23 @@ def accepts(model: str) -> frozenset[str]:
 
 
 def arguments_of(model_class: str) -> frozenset[str]:
-    """Of the `forward` of a class of transformers."""
+    """The arguments of the `forward` of a class of transformers."""
     import transformers
 
     return frozenset(inspect.signature(getattr(transformers, model_class).forward).parameters)
 
 
-def image(seed: int, height: int = 40, width: int = 56) -> tuple[Media, Arrays]:
+def image(seed: int, height: int = 40, width: int = 56) -> Item:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return _media(Modality.IMAGE, {"pixels": pixels})
 
 
-def audio(seed: int, seconds: float = 1.0, rate: int = 16000) -> tuple[Media, Arrays]:
+def audio(seed: int, seconds: float = 1.0, rate: int = 16000) -> Item:
     samples = np.random.default_rng(seed).uniform(-1, 1, round(seconds * rate)).astype(np.float32)
     return _media(Modality.AUDIO, {"samples": samples})
 
 
-def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> tuple[Media, Arrays]:
+def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> Item:
     """Every fifth frame of a clip of 10 frames a second."""
     pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
     metadata: VideoMetadata = {
@@ -230,24 +229,24 @@ def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> tupl
     return _media(Modality.VIDEO, {"frames": pixels}, metadata)
 
 
-def _media(modality: Modality, arrays: Arrays, metadata: VideoMetadata | None = None) -> tuple[Media, Arrays]:
+def _media(modality: Modality, arrays: Arrays, metadata: VideoMetadata | None = None) -> Item:
     for array in arrays.values():
-        array.flags.writeable = False  # as they come from the object store
+        array.flags.writeable = False  # like arrays from the object store
     payload = Payload(0, inline=pickle.dumps(arrays, protocol=5))
     name = digest(modality, payload.inline or b"", repr(metadata))
     return Media(modality, name, payload, video_metadata=metadata), arrays
 
 
 def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:
-    """What the preprocessing stage sends and the model stage unpacks."""
+    """An item as the MMPreprocessor stage sends it and the Model stage unpacks it."""
     (item,) = engine_items(model, [(media, arrays)])
     return item
 
 
 def engine_items(
-    model: str, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
+    model: str, items: Sequence[Item], settings: ProcessorSettings | None = None
 ) -> list[EngineItem]:
-    """Of one call of the processor."""
+    """The items of one call of the processor."""
     return [
         EngineItem(done.record(None), done.features)
         for done in item_processor(model).process(items, settings)
@@ -255,11 +254,11 @@ def engine_items(
 
 
 def engine_items_of(
-    model: str, items: Sequence[tuple[Media, Arrays]], settings: ProcessorSettings | None = None
+    model: str, items: Sequence[Item], settings: ProcessorSettings | None = None
 ) -> list[EngineItem]:
-    """Of a whole request: apart, but for those that must go together."""
+    """The items of a whole request, processed separately except for those of joint modalities."""
     done: dict[int, EngineItem] = {}
-    for group in _groups(items, item_processor(model).together):
+    for group in _groups(items, item_processor(model).joint):
         done |= dict(zip(group, engine_items(model, [items[i] for i in group], settings), strict=True))
     return [done[i] for i in range(len(items))]
 
@@ -267,11 +266,11 @@ def engine_items_of(
 def assembled(
     model: str,
     conversation: Chat,
-    items: Sequence[tuple[Media, Arrays]],
+    items: Sequence[Item],
     accepts: frozenset[str],
     settings: ProcessorSettings | None = None,
 ) -> dict[str, Any]:
-    """What the model gets of items that were processed apart; `accepts`: see `assemble`."""
+    """The model's inputs, from items that were processed separately; `accepts`: see `assemble`."""
     import torch
 
     from deployments.engine.assemble import assemble
@@ -281,15 +280,15 @@ def assembled(
     return assemble(prompt, ordered, accepts, torch.float32)
 
 
-def _groups(items: Sequence[tuple[Media, Arrays]], together: frozenset[Modality]) -> list[list[int]]:
+def _groups(items: Sequence[Item], joint: Sequence[Modality]) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for i, (media, _) in enumerate(items):
-        groups.setdefault(media.modality if media.modality in together else i, []).append(i)
+        groups.setdefault(media.modality if media.modality in joint else i, []).append(i)
     return list(groups.values())
 
 
 def chat(*parts: str | Media) -> Chat:
-    """One user's message."""
+    """A conversation of one user message."""
     return Chat([{"role": "user", "content": [_part(part) for part in parts]}])
 
 
@@ -297,10 +296,8 @@ def _part(part: str | Media) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": str(part.modality)}
 
 
-def joint_call(
-    model: str, conversation: Chat, items: Sequence[tuple[Media, Arrays]], **settings: Any
-) -> dict[str, Any]:
-    """The whole conversation in one call of the processor, with media as its users pass them."""
+def joint_call(model: str, conversation: Chat, items: Sequence[Item], **settings: Any) -> dict[str, Any]:
+    """Calls the processor once for the whole conversation, with media in the form that its users pass."""
     rest = iter(items)
     metadata = []
     messages = []
@@ -334,7 +331,7 @@ def _as_users_pass(arrays: Arrays) -> Image.Image | npt.NDArray[Any]:
 
 
 def as_sent(value: Any) -> npt.NDArray[np.uint8]:
-    """A tensor as clients send it: base64 of what torch.save writes."""
+    """A tensor as clients send it: the base64 of a torch.save file."""
     import torch
 
     file = io.BytesIO()
@@ -343,7 +340,7 @@ def as_sent(value: Any) -> npt.NDArray[np.uint8]:
 
 
 async def in_pieces(values: dict[str, Any]) -> dict[str, Any]:
-    """Tensors and plain numbers as they reach the embedding stage."""
+    """Tensors and plain numbers as they reach the EmbeddingLoader stage."""
     return {
         name: np.array(value) if isinstance(value, list) else [await pack_pieces([as_sent(value).tobytes()])]
         for name, value in values.items()
@@ -352,7 +349,7 @@ async def in_pieces(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An item as a client may send it: as media, or as what tiny-omni's encoder makes of it."""
+    """An item as a client may send it: as media, or as the embeddings that tiny-omni's encoder makes."""
 
     media: dict[str, Any]
     values: Any  # torch.Tensor [num_tokens, hidden size]

@@ -1,4 +1,4 @@
-"""Checkpoints are loaded as they are meant, wherever they lie."""
+"""Loading checkpoints: bundled ones, folders, full Omni checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.tiny_models import OMNI, qwen_vl
 
 @pytest.fixture(scope="module")
 def full_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model as the reading part of a full checkpoint, with a part that speaks beside it."""
+    """The bundled model as the thinker of a full checkpoint that also has a talker."""
     from transformers import Qwen2_5OmniConfig
 
     folder = tmp_path_factory.mktemp("full-omni")
@@ -41,18 +41,18 @@ def full_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_names() -> None:
+def test_a_bundled_name_becomes_a_folder_and_other_names_stay() -> None:
     assert resolve("tiny-omni") == str(BUNDLED["tiny-omni"])
     assert resolve("Qwen/Qwen2.5-Omni-3B") == "Qwen/Qwen2.5-Omni-3B"
     assert resolve(qwen_vl()) == qwen_vl()
 
 
-def test_a_folder_that_is_not_there_is_named() -> None:
+def test_a_missing_folder_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"'\./nowhere'"):
         resolve("./nowhere")
 
 
-def test_the_reading_part_of_a_full_omni_checkpoint(full_omni: Path) -> None:
+def test_the_thinker_of_a_full_omni_checkpoint_is_loaded(full_omni: Path) -> None:
     part = load_model(str(full_omni), "cpu", "auto")
     whole = load_model(OMNI, "cpu", "auto")
     assert type(part) is type(whole)
@@ -60,7 +60,7 @@ def test_the_reading_part_of_a_full_omni_checkpoint(full_omni: Path) -> None:
         assert torch.equal(ours, theirs), name
 
 
-def test_weights_in_several_files(tmp_path: Path) -> None:
+def test_weights_in_several_files_are_loaded(tmp_path: Path) -> None:
     whole = load_model(OMNI, "cpu", "auto")
     whole.save_pretrained(tmp_path, max_shard_size="500KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -69,13 +69,13 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs), name
 
 
-def test_answers_of_a_checkpoint_that_names_no_eos_end(full_omni: Path) -> None:
+def test_a_checkpoint_without_an_eos_token_gets_that_of_its_tokenizer(full_omni: Path) -> None:
     model = load_model(str(full_omni), "cpu", "auto")
     assert model.generation_config.eos_token_id == load_prompting(OMNI).tokenizer.eos_token_id is not None
 
 
 @pytest.mark.parametrize("model", [lambda: OMNI, qwen_vl], ids=["omni", "qwen-vl"])
-def test_a_template_from_a_file(model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_template_from_a_file_replaces_that_of_the_checkpoint(model, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }} né", encoding="utf-8")
     prompting = load_prompting(model(), str(file))
@@ -85,7 +85,7 @@ def test_a_template_from_a_file(model, tmp_path: Path) -> None:  # type: ignore[
     assert prompting.placeholders == load_prompting(model()).placeholders
 
 
-def test_a_checkpoint_without_a_template_says_how_to_give_one(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_template_says_how_to_give_one(tmp_path: Path) -> None:
     shutil.copytree(qwen_vl(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="name a file as chat_template"):
@@ -95,12 +95,12 @@ def test_a_checkpoint_without_a_template_says_how_to_give_one(tmp_path: Path) ->
     assert load_prompting(str(tmp_path), str(file)).chat_template == "hi"
 
 
-def test_dtypes() -> None:
+def test_the_dtype_is_float32_on_a_cpu_unless_one_is_set() -> None:
     assert load_model(OMNI, "cpu", "auto").dtype == torch.float32
     assert load_model(OMNI, "cpu", "bfloat16").dtype == torch.bfloat16
 
 
-def test_a_checkpoint_that_says_nothing_of_video_leaves_the_processors_class_its_size(tmp_path: Path) -> None:
+def test_without_a_video_size_in_the_checkpoint_that_of_the_class_stays(tmp_path: Path) -> None:
     for file in BUNDLED[OMNI].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     stored = json.loads((tmp_path / "processor_config.json").read_text())

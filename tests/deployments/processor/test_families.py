@@ -1,4 +1,4 @@
-"""Every family: items processed apart are, joined, what one call of the processor makes of the whole."""
+"""Every family: items that are processed separately and joined equal one call of the processor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny_models import (
     video,
 )
 
-# Of transformers, in GLM-4V's own way of marking videos.
+# transformers raises this warning for the videos of GLM-4V.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.usefixtures("one_thread"),
@@ -48,7 +48,7 @@ def test_one_item_of_each_modality_equals_one_joint_call(family: Family) -> None
 
 
 @every_family
-def test_items_alone_with_no_text_between_equal_one_joint_call(family: Family) -> None:
+def test_items_without_text_between_them_equal_one_joint_call(family: Family) -> None:
     items = samples(family)
     assert_exact(family, chat(*(media for media, _ in items)), items)
 
@@ -59,11 +59,11 @@ def test_text_alone_equals_one_joint_call(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", WITH_MODELS, ids=str)
-def test_models_take_the_inputs_and_answer_alike(family: Family) -> None:
+def test_models_give_the_same_logits_for_both_inputs(family: Family) -> None:
     import torch
 
     items = samples(family)[: len(family.modalities) + 1]
-    if family.name == "GLM-4V":  # its model takes images or videos in one request
+    if family.name == "GLM-4V":  # its model takes either images or videos in one request
         items = [item for item in items if item[0].modality == Modality.IMAGE]
     model, folder = tiny_model(family), family.folder()
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_models_take_the_inputs_and_answer_alike(family: Family) -> None:
 
 @every_family
 def test_control_tokens_that_a_user_types_are_text(family: Family) -> None:
-    """In content and in names, whole and in halves, beside an item and its own texts."""
+    """Tested in content and names, whole and in halves, next to an item and its affixes."""
     folder, (item, *_) = family.folder(), samples(family)
     special = [t.content for t in processor(folder).tokenizer.added_tokens_decoder.values()]
     special = [token for token in special if not token.isspace()]
@@ -98,18 +98,18 @@ def test_control_tokens_that_a_user_types_are_text(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if "video" in f.modalities], ids=str)
-def test_videos_of_different_lengths_equal_one_joint_call_where_there_is_one(family: Family) -> None:
+def test_videos_of_different_lengths_equal_one_joint_call_if_it_is_possible(family: Family) -> None:
     items = [video(1, 4), video(2, 8, 64, 24)]
     try:
         joint_call(family.folder(), conversation(items), items)
     except (ValueError, RuntimeError):
-        return  # the processor stacks videos: each is right by the tests above, several have no reference
+        return  # this processor stacks videos, so there is no reference for different lengths
     assert_exact(family, conversation(items), items)
 
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
 @every_family
-def test_settings_of_a_request_are_those_of_the_joint_call(family: Family) -> None:
+def test_settings_of_a_request_have_the_effect_they_have_in_a_joint_call(family: Family) -> None:
     items = samples(family)
     plain = item_processor(family.folder())
     for name, ceiling in plain.spec().settings.items():
@@ -117,9 +117,9 @@ def test_settings_of_a_request_are_those_of_the_joint_call(family: Family) -> No
             name in {"do_pan_and_scan", "crop_to_patches"} if ceiling is None else ceiling // 2
         )
         if name == "max_soft_tokens":
-            continue  # the smallest value of the processor is the tiny one's own
+            continue  # the tiny processor has the smallest possible value already
         assert_exact(family, conversation(items), items, **{name: value})
 
 
-def test_the_table_in_the_docs_is_true() -> None:
-    assert DOCS.read_text(encoding="utf-8") == document(), "run scripts/families.py --write"
+def test_the_table_in_the_docs_is_up_to_date() -> None:
+    assert DOCS.read_text(encoding="utf-8") == document(), "run python -m scripts.families --write"

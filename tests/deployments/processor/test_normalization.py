@@ -1,8 +1,9 @@
-"""Patches travel as bytes and become the processor's values again, to the bit."""
+"""Patches travel as bytes, and normalizing them later gives every bit of the processor's values."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.processor.exactness import only_what_is_exact
-from deployments.processor.item_processor import ItemProcessor
-from deployments.processor.normalization import as_processed, learn, normalize
-from deployments.types import Arrays, Media, Modality
+from deployments.processor.item_processor import Handling, ItemProcessor
+from deployments.processor.normalization import as_processed, declared_normalization, deferrable, normalize
+from deployments.types import Arrays, Media, Modality, Normalization
 from tests.support.tiny_families import FAMILIES
 from tests.support.tiny_models import (
     OMNI,
@@ -47,7 +48,7 @@ def features(values: npt.NDArray[Any]) -> Arrays:
 def by_torchvision(
     raw: npt.NDArray[np.uint8], mean: tuple[float, ...] = CLIP[0], std: tuple[float, ...] = CLIP[1]
 ) -> npt.NDArray[np.float32]:
-    """As transformers' processors do it: mean and standard deviation are brought to the scale of bytes."""
+    """Normalizes as transformers' processors do: with mean and std at the scale of bytes."""
     import torch
     from torchvision.transforms.v2 import functional
 
@@ -57,38 +58,58 @@ def by_torchvision(
     return values
 
 
+def scaled(mean: tuple[float, ...], std: tuple[float, ...], factor: float = 1 / 255) -> Normalization:
+    worker = SimpleNamespace(image_mean=mean, image_std=std, rescale_factor=factor)
+    normalization = declared_normalization(worker)
+    assert normalization is not None
+    return normalization
+
+
 @pytest.mark.parametrize("statistics", [CLIP, HALF])
-def test_one_item_tells_every_bit_of_another(statistics: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
-    learnt = learn(features(by_torchvision(pixels(), *statistics)), features(pixels()))
-    assert learnt.keys() == {"pixel_values"}
-    mean, std = learnt["pixel_values"]
-    np.testing.assert_allclose(mean, np.array(statistics[0]) * 255, rtol=1e-5)
-    np.testing.assert_allclose(std, np.array(statistics[1]) * 255, rtol=1e-5)
+def test_a_declared_normalization_gives_every_bit(statistics: Normalization) -> None:
+    normalization = scaled(*statistics)
+    exact = features(by_torchvision(pixels(), *statistics))
+    assert deferrable(exact, features(pixels()), normalization) == {"pixel_values": normalization}
     other = pixels(1)[:100]
-    assert np.array_equal(normalize(other, learnt["pixel_values"]), by_torchvision(other, *statistics))
+    assert np.array_equal(normalize(other, normalization), by_torchvision(other, *statistics))
 
 
-def test_what_bytes_do_not_give_stays_as_it_is() -> None:
+def test_one_number_holds_for_all_channels() -> None:
+    worker = SimpleNamespace(image_mean=0.5, image_std=0.5, rescale_factor=1 / 255)
+    assert declared_normalization(worker) == scaled(*HALF)
+
+
+def test_a_worker_that_declares_nothing_has_no_normalization() -> None:
+    assert declared_normalization(None) is None
+    assert declared_normalization(SimpleNamespace(image_mean=None, image_std=1.0, rescale_factor=1.0)) is None
+
+
+def test_features_that_bytes_do_not_give_exactly_are_not_deferred() -> None:
     raw, exact = pixels(), by_torchvision(pixels())
+
+    def deferred(exact: Arrays, raw: Arrays) -> dict[str, Normalization]:
+        return deferrable(exact, raw, scaled(*CLIP))
+
     dented = exact.copy()
     dented[3, 7] = 0  # a pixel that is padding
     swapped = exact[:, [4, *range(1, 4), 0, *range(5, 12)]]  # of another channel
     bent = np.where(raw == 7, np.nextafter(exact, np.float32(9)), exact)  # by the last bit of one byte
     for odd in (dented, swapped, bent, exact[:-1], exact.astype(np.float64), exact[None], exact * 0, -exact):
-        assert learn(features(odd), features(raw)) == {}
-    assert learn(features(exact), features(exact)) == {}
-    assert learn(features(exact), GRID) == learn({"pixel_values": exact}, {"pixel_values": raw}) == {}
+        assert deferred(features(odd), features(raw)) == {}
+    assert deferred(features(exact), features(exact)) == {}
+    assert deferred(features(exact), GRID) == deferred({"pixel_values": exact}, {"pixel_values": raw}) == {}
     mask = {"mask": np.ones(3)}
-    assert learn(features(exact) | mask, features(raw)) == {}
-    assert learn(features(exact) | mask, features(raw) | {"mask": np.zeros(3)}) == {}
+    assert deferred(features(exact) | mask, features(raw)) == {}
+    assert deferred(features(exact) | mask, features(raw) | {"mask": np.zeros(3)}) == {}
+    assert deferrable(features(exact), features(raw), scaled(*HALF)) == {}, "another normalization"
     few = np.minimum(raw, 254)
-    assert learn(features(by_torchvision(few)), features(few)) == {}, "a byte was not seen"
+    assert deferred(features(by_torchvision(few)), features(few)) == {}, "a byte was not seen"
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32))
-def test_an_image_of_any_size_comes_out_as_the_processor_makes_it(height: int, width: int, seed: int) -> None:
+def test_an_image_of_any_size_is_exact(height: int, width: int, seed: int) -> None:
     if max(height, width) > 150 * min(height, width):
-        return  # refused
+        return  # the processor refuses it
     check(OMNI, image(seed, height, width))
 
 
@@ -103,21 +124,21 @@ def check(model: str, item: tuple[Media, Arrays]) -> None:
     (done,) = processor.process([item])
     (name,) = done.normalizations
     found = as_processed(done.record(None), done.features)
-    *_, exact = processor._call(item[0].modality, [item], {}, as_bytes=False)
+    (exact,) = (each.features for each in processor.handling({item[0].modality: Handling()}).process([item]))
     assert done.features[name].nbytes * 4 == exact[name].nbytes
     assert found[name].dtype == exact[name].dtype
     assert np.array_equal(found[name], exact[name])
 
 
-def test_families_without_a_grid_of_patches_send_what_their_processor_makes() -> None:
+def test_families_without_a_grid_of_patches_send_floats() -> None:
     llava = next(family for family in FAMILIES if family.name == "LLaVA-1.5")
     (done,) = item_processor(llava.folder()).process([image(1)])
     assert done.normalizations == {}
     assert done.features["pixel_values"].dtype == np.float32
 
 
-def test_a_processor_that_does_not_resize_bytes_sends_what_it_makes() -> None:
-    """None of transformers is such, but nothing says so; images of some sizes do not show it."""
+def test_a_processor_that_does_not_resize_bytes_sends_floats() -> None:
+    """No processor of transformers does this, but nothing rules it out. Some sizes do not reveal it."""
     from transformers import Qwen2VLImageProcessor
 
     class ResizesLast(Qwen2VLImageProcessor):  # type: ignore[misc]
@@ -129,7 +150,7 @@ def test_a_processor_that_does_not_resize_bytes_sends_what_it_makes() -> None:
     assert_floats(ResizesLast)
 
 
-def test_bytes_that_are_others_at_some_sizes_are_noticed_and_not_used() -> None:
+def test_bytes_that_are_wrong_at_some_sizes_are_noticed_and_not_used() -> None:
     from transformers import Qwen2VLImageProcessor
 
     class OddBytes(Qwen2VLImageProcessor):  # type: ignore[misc]

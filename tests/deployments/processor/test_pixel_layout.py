@@ -1,4 +1,4 @@
-"""Images that are not laid out anew give the values that transformers gives, bit for bit."""
+"""Images without a layout change give the same values as in transformers, bit for bit."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ SIZES = [(900, 700), (37, 53), (224, 224), (336, 448), (30, 2000)]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_the_same_values(name: str) -> None:
+def test_images_have_the_same_values(name: str) -> None:
     plain = getattr(transformers, name)()
     kept = without_relayout(SimpleNamespace(image_processor=plain)).image_processor
     for height, width in SIZES:
@@ -62,7 +62,7 @@ def test_the_same_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", VIDEO_PROCESSORS)
 @pytest.mark.parametrize(("height", "width"), SIZES[:2])
-def test_the_same_values_of_a_video(name: str, height: int, width: int) -> None:
+def test_videos_have_the_same_values(name: str, height: int, width: int) -> None:
     processor = getattr(transformers, name)()
     frames = np.random.default_rng(height).integers(0, 256, (8, height, width, 3), np.uint8)
     before = frames.copy()
@@ -76,7 +76,7 @@ def test_the_same_values_of_a_video(name: str, height: int, width: int) -> None:
     assert np.array_equal(frames, before)
 
 
-def test_other_arrays_go_the_usual_way() -> None:
+def test_other_arrays_are_processed_as_before() -> None:
     plain = transformers.CLIPImageProcessor()
     kept = without_relayout(SimpleNamespace(image_processor=plain)).image_processor
     grey = np.random.default_rng(0).integers(0, 256, (40, 50, 1), np.uint8)
@@ -84,7 +84,7 @@ def test_other_arrays_go_the_usual_way() -> None:
     assert torch.equal(kept(**kwargs)["pixel_values"], plain(**kwargs)["pixel_values"])
 
 
-def test_processors_that_are_not_torchvisions_stay_as_they_are() -> None:
+def test_processors_without_torchvision_are_unchanged() -> None:
     for image_processor in (transformers.CLIPImageProcessorPil(), None):
         processor = SimpleNamespace(image_processor=image_processor)
         assert without_relayout(processor) is processor

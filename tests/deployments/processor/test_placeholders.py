@@ -1,4 +1,4 @@
-"""Expansion is pure: ids and spans, in item order whatever the order in the prompt."""
+"""Expanding placeholders gives ids and spans in item order, whatever their order in the prompt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_run_lengths() -> None:
     assert run_lengths([]) == []
 
 
-def test_length_counts_what_wraps_the_placeholder_positions() -> None:
+def test_the_length_includes_the_tokens_around_the_embeddings() -> None:
     assert item(IMAGE, (8, 1), (7, 3), (9, 1)).length == 5
 
 
-def test_text_alone_stays_as_it_is() -> None:
+def test_a_prompt_of_text_is_unchanged() -> None:
     assert expand(Prompt([1, 2, 3], []), []) == ([1, 2, 3], [])
 
 
@@ -34,21 +34,21 @@ def test_each_placeholder_is_replaced_in_place() -> None:
     assert spans == [Span(1, 3), Span(5, 4)]
 
 
-def test_neighbours_and_edges() -> None:
+def test_neighbouring_placeholders_at_both_ends() -> None:
     prompt = Prompt([7, 7], [(IMAGE, 0), (IMAGE, 1)])
     token_ids, spans = expand(prompt, [item(IMAGE, (7, 1)), item(IMAGE, (7, 2))])
     assert token_ids == [7, 7, 7]
     assert spans == [Span(0, 1), Span(1, 2)]
 
 
-def test_spans_follow_the_items_where_the_template_moved_them() -> None:
+def test_spans_are_in_item_order_if_the_template_moved_items() -> None:
     prompt = Prompt([1, 8, 2, 7], [(IMAGE, 3), (AUDIO, 1)])
     token_ids, spans = expand(prompt, [item(IMAGE, (7, 2)), item(AUDIO, (8, 3))])
     assert token_ids == [1, 8, 8, 8, 2, 7, 7]
     assert spans == [Span(5, 2), Span(1, 3)]
 
 
-def test_numbers_must_agree() -> None:
+def test_each_placeholder_needs_an_item() -> None:
     with pytest.raises(ValueError, match="zip"):
         expand(Prompt([7], [(IMAGE, 0)]), [])
 
