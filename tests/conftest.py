@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.support.browser import DRIVER, Browser
 from tests.support.cluster import Server
-from tests.support.webdriver import DRIVER, Browser
 
 # pytest's own time limit holds; how long one example takes says more about the machine.
 settings.register_profile("headrace", deadline=None)
@@ -35,6 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def browser() -> Iterator[Browser]:
     if DRIVER is None:
-        pytest.skip("no chromedriver: install Debian's packages chromium and chromium-driver")
+        pytest.skip("chromedriver is missing: install Debian's packages chromium and chromium-driver")
     with Browser.start() as running:
         yield running

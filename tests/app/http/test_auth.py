@@ -13,14 +13,15 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI, Request
+from selenium.webdriver import Keys
 from starlette.types import Message
 
 from app.config import AppConfig
 from app.http import auth
 from app.http.auth import ENVIRONMENT, ApiKeys, key_digests, protect
 from tests.server.test_cluster import connect
+from tests.support.browser import Browser
 from tests.support.cluster import Server, chat
-from tests.support.webdriver import ENTER, Browser
 
 FIRST, SECOND, FROM_ENVIRONMENT = "sk-first-0123456789", "sk-second+/=._~-", "sk-environment-42"
 ORIGIN = "https://chat.example.org"
@@ -295,16 +296,16 @@ class TestServer:
         browser.open(locked.url)
         browser.wait("document.activeElement.id === 'key-input'")
         browser.write("wrong")
-        browser.press(ENTER)
+        browser.press(Keys.ENTER)
         browser.wait("document.querySelector('#key-problem').textContent")
         assert browser.text("#key-problem") == "This key is not accepted."
         browser.script("document.querySelector('#key-input').select()")
         browser.write(FROM_ENVIRONMENT)
-        browser.press(ENTER)
+        browser.press(Keys.ENTER)
         browser.wait("document.querySelector('#model').textContent === 'tiny-omni'")
         assert browser.script("return document.activeElement.id") == "text"
         browser.write("hello")
-        browser.press(ENTER)
+        browser.press(Keys.ENTER)
         browser.wait("document.querySelector('article .waterfall')")
         assert browser.text(".answer")
         assert browser.script("return [localStorage.length, document.cookie, location.search]") == [0, "", ""]
