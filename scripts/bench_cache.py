@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.cluster import MediaServer, Server, chat, media, media_server
+from tests.support.cluster import MediaServer, Server, media_server
+from tests.support.requests import chat, media
 
 RENDER = "/v1/chat/completions/render"
 AT_ONCE = 32

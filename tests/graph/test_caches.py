@@ -15,13 +15,12 @@ from deployments.errors import ArraysEvicted, UnknownUUID
 from deployments.runtime.payload import unpack
 from deployments.stages.mm_preprocessor import MMPreprocessor, MMPreprocessorConfig
 from deployments.types import Media, MediaUUID, Modality
-from tests.app.http.test_routes import png
-from tests.support.local_graph import LocalGraph, chat
+from tests.support.local_graph import LocalGraph
+from tests.support.requests import COMPLETIONS, RENDER, chat, image_part
 from tests.support.tiny_models import DECODER, image, qwen_vl
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
-RENDER = "/v1/chat/completions/render"
 CAT = MediaUUID("", Modality.IMAGE, "cat")
 
 
@@ -110,35 +109,35 @@ async def rendered(api: httpx.AsyncClient, *content: object, **fields: object) -
 
 
 async def test_an_image_sent_again_is_neither_decoded_nor_processed(api: httpx.AsyncClient) -> None:
-    first = await rendered(api, png((1, 2, 3)))
-    again = await rendered(api, "what?", png((1, 2, 3)))
+    first = await rendered(api, image_part((1, 2, 3)))
+    again = await rendered(api, "what?", image_part((1, 2, 3)))
     assert (first["cached"], again["cached"]) == (False, True)
     for key in ("digest", "media", "features", "num_tokens", "source"):
         assert again[key] == first[key]
 
 
 async def test_previews_are_made_of_what_is_cached_too(api: httpx.AsyncClient) -> None:
-    await rendered(api, png((3, 2, 1)))
-    assert (await rendered(api, png((3, 2, 1)), previews=True))["previews"]
+    await rendered(api, image_part((3, 2, 1)))
+    assert (await rendered(api, image_part((3, 2, 1)), previews=True))["previews"]
 
 
 async def test_what_the_preprocessor_lost_is_decoded_again(api: httpx.AsyncClient, graph: LocalGraph) -> None:
-    first = await rendered(api, png((9, 9, 9)))
+    first = await rendered(api, image_part((9, 9, 9)))
     await graph.preprocessor.reset_cache.remote()
-    again = await rendered(api, png((9, 9, 9)))
+    again = await rendered(api, image_part((9, 9, 9)))
     assert not again["cached"]
     assert again["digest"] == first["digest"]
 
 
 async def test_an_item_by_its_uuid_alone(api: httpx.AsyncClient) -> None:
-    named = png((5, 5, 5)) | {"uuid": "mine"}
+    named = image_part((5, 5, 5)) | {"uuid": "mine"}
     alone = {"type": "image_url", "image_url": None, "uuid": "mine"}
     first = await rendered(api, named)
     again = await rendered(api, alone)
     assert again["digest"] == first["digest"]
     assert again["source"] == {"kind": "name", "bytes": first["source"]["bytes"], "mime": "image/png"}
     answers = [
-        (await api.post("/v1/chat/completions", json=chat(part, "what is this?", max_tokens=8))).json()
+        (await api.post(COMPLETIONS, json=chat(part, "what is this?", max_tokens=8))).json()
         for part in (named, alone)
     ]
     assert answers[0]["choices"] == answers[1]["choices"]

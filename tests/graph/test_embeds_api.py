@@ -19,14 +19,14 @@ from app.openai.protocol import parse_chat_request
 from deployments.errors import UnsupportedMedia
 from deployments.processor.checkpoint import load_model
 from deployments.types import Modality
-from tests.deployments.media.test_embed_files import CORPUS, corpus
-from tests.support.local_graph import LocalGraph, chat
+from tests.support.corpus import embedding_files
+from tests.support.local_graph import LocalGraph
+from tests.support.paths import CORPUS
+from tests.support.requests import COMPLETIONS, RENDER, chat
 from tests.support.tiny_models import OMNI, Encoded, as_sent, encoded_by_omni, tokenizer, wide_omni
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
-COMPLETIONS = "/v1/chat/completions"
-RENDER = f"{COMPLETIONS}/render"
 PLACE = "messages[0].content[0]"
 
 
@@ -196,7 +196,7 @@ def wide_graph() -> LocalGraph:
     return LocalGraph(AppConfig(model=wide_omni(), enable_mm_embeds=True))
 
 
-@pytest.mark.parametrize("row", corpus())
+@pytest.mark.parametrize("row", embedding_files())
 async def test_the_corpus_where_its_width_is_right(wide_graph: LocalGraph, row: dict[str, Any]) -> None:
     sent = b64encode((CORPUS / "media" / row["file"]).read_bytes()).decode()
     part = {"image_embeds": {"image_embeds": sent, "image_grid_thw": [1, 4, 4]}}

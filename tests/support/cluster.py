@@ -25,6 +25,7 @@ from aiohttp import web
 
 from app.launcher import RAY_SETTINGS, SERVE_PORTS, bindable, hear_interrupts
 from tests.support.paths import ROOT
+from tests.support.requests import RENDER, chat
 
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
@@ -112,7 +113,7 @@ class Server:
             return Answer(error.code, dict(error.headers), json.load(error))
 
     def render(self, *content: object) -> dict[str, Any]:
-        answer = self.post("/v1/chat/completions/render", chat(*content))
+        answer = self.post(RENDER, chat(*content))
         assert answer.status == 200, answer.body
         rendered: dict[str, Any] = answer.body
         return rendered
@@ -190,14 +191,6 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: Any
-
-
-def chat(*content: object, **fields: object) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": list(content)}], **fields}
-
-
-def media(kind: str, url: str) -> dict[str, object]:
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def wait_until(

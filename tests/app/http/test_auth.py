@@ -19,9 +19,10 @@ from starlette.types import Message
 from app.config import AppConfig
 from app.http import auth
 from app.http.auth import ENVIRONMENT, ApiKeys, key_digests, protect
-from tests.server.test_cluster import connect
 from tests.support.browser import Browser
-from tests.support.cluster import Server, chat
+from tests.support.cluster import Server
+from tests.support.raw_http import connect
+from tests.support.requests import chat
 
 FIRST, SECOND, FROM_ENVIRONMENT = "sk-first-0123456789", "sk-second+/=._~-", "sk-environment-42"
 ORIGIN = "https://chat.example.org"
@@ -272,7 +273,7 @@ class TestServer:
         assert open_paths == ["/", "/health"]
 
     def test_a_stranger_is_refused_before_the_body(self, locked: Server) -> None:
-        with connect(locked, reused=False) as connection:
+        with connect(locked) as connection:
             connection.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
             )

@@ -20,10 +20,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, get_current_span
 
 from deployments.runtime import tracing
-from tests.server.test_embeds import audio_embeds
-from tests.support.cluster import Server, chat, free_ports, media, media_server, wait_until
+from tests.support.cluster import Server, free_ports, media_server, wait_until
 from tests.support.collector import Collector, listening
+from tests.support.embeddings import audio_embeds
 from tests.support.paths import ROOT
+from tests.support.requests import chat, media
 
 SAMPLES = ROOT / "docs" / "samples"
 COMPLETIONS = "/v1/chat/completions"
