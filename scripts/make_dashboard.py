@@ -15,7 +15,7 @@ from deployments.runtime import metrics as m
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "docs" / "grafana" / "headrace.json"
 TABLE = ROOT / "docs" / "metrics.md"
-BEGIN, END = "<!-- made by scripts/make_dashboard.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by scripts/make_dashboard.py -->\n\n", "\n<!-- end -->\n"
 
 _WIDTH, _HEIGHT, _IN_A_ROW = 24, 8, 3
 
@@ -277,7 +277,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def table() -> str:
-    lines = ["| metric | type | unit | tags | |", "|---|---|---|---|---|"]
+    lines = [
+        "| metric | type | unit | tags | meaning |",
+        "| -- | -- | -- | -- | -- |",
+    ]  # as mdformat writes it
     for metric in m.ALL:
         tags = ", ".join(f"`{tag}`" for tag in metric.tags)
         told = f"ray_{metric.name}" if isinstance(metric, m.Histogram) else name(metric)

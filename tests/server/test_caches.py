@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from tests.support.cluster import Server, chat, media, media_server, wait_until
+from tests.support.cluster import Server, media_server, wait_until
+from tests.support.requests import RENDER, chat, media
 
-RENDER = "/v1/chat/completions/render"
 AT_ONCE = 32
 IMAGES = 20
 HELD_S = 60

@@ -11,7 +11,8 @@ import sys
 import pytest
 import yaml
 
-from tests.support.cluster import ROOT, Server
+from tests.support.cluster import Server
+from tests.support.paths import ROOT
 
 SHOWN = "http://127.0.0.1:8000"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)

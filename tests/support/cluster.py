@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from aiohttp import web
 
 from app.launcher import RAY_SETTINGS, SERVE_PORTS, bindable, hear_interrupts
 from tests.support.paths import ROOT
-from tests.support.requests import RENDER, chat
+from tests.support.requests import COMPLETIONS, RENDER, chat, events
 
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
@@ -112,8 +112,24 @@ class Server:
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), json.load(error))
 
-    def render(self, *content: object) -> dict[str, Any]:
-        answer = self.post(RENDER, chat(*content))
+    def ask(self, *content: object, **fields: object) -> Answer:
+        """Posts a chat of one message, by default for twelve tokens and greedy."""
+        return self.post(COMPLETIONS, chat(*content, **{"temperature": 0, "max_tokens": 12, **fields}))
+
+    def assert_answers(self) -> None:
+        """Checks that the server still answers."""
+        assert self.ask("hello", max_tokens=1).status == 200
+
+    def stream(self, *content: object, **fields: object) -> list[dict[str, Any]]:
+        """Returns the chunks of a streamed answer to the same request as `ask` posts."""
+        body = chat(*content, **{"temperature": 0, "max_tokens": 12, **fields, "stream": True})
+        request = urllib.request.Request(self.url + COMPLETIONS, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return events(response.read().decode())
+
+    def render(self, *content: object, **fields: object) -> dict[str, Any]:
+        """Returns what the server makes of a message without generating."""
+        answer = self.post(RENDER, chat(*content, **fields))
         assert answer.status == 200, answer.body
         rendered: dict[str, Any] = answer.body
         return rendered
@@ -192,6 +208,14 @@ class Answer:
     headers: dict[str, str]
     body: Any
 
+    def refusal(self, param: str | None = None, status: tuple[int, ...] = (400, 413, 415, 422)) -> str:
+        """Returns the message of an error in OpenAI's envelope, after checks of its status and param."""
+        assert self.status in status, (self.status, self.body)
+        error = self.body["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert param is None or error["param"] == param, error
+        return str(error["message"])
+
 
 def wait_until(
     condition: Callable[[], object], timeout_s: float = SETTLE_S, why: Callable[[], str] = str
@@ -265,21 +289,25 @@ def argument(mark: str, *names: str) -> str:
     raise AssertionError(f"the server has no process with {names}")
 
 
+# Returns a response, or None for the bytes in `content`.
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
+
+
 class MediaServer:
-    """Serves bytes on loopback; a path can be held until all of a group have been asked for."""
+    """Serves bytes on loopback. A handler can hold a path, or answer in place of its bytes."""
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
-        self.handlers: dict[str, Callable[[web.Request], Any]] = {}
+        self.handlers: dict[str, Handler] = {}
         self.asked: list[str] = []
-        self.left: list[str] = []  # paths whose client went before the answer
+        self.left: list[str] = []  # paths whose client left before the answer
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
         try:
             if handler := self.handlers.get(request.path):
-                response: web.StreamResponse | None = await handler(request)
+                response = await handler(request)
                 if response:
                     return response
         except asyncio.CancelledError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -25,6 +25,12 @@ def encoded(image: Image.Image, kind: str = "png", **options: object) -> bytes:
     return file.getvalue()
 
 
+def flat_image(
+    colour: str | int | tuple[int, ...], size: tuple[int, int] = (48, 48), mode: str = "RGB"
+) -> Image.Image:
+    return Image.new(mode, size, colour)
+
+
 def png(shade: int = 128, size: tuple[int, int] = (48, 48)) -> bytes:
     """A PNG of one colour; each shade gives other pixels."""
     return encoded(Image.new("RGB", size, (shade, 255 - shade, 0)))
@@ -33,6 +39,15 @@ def png(shade: int = 128, size: tuple[int, int] = (48, 48)) -> bytes:
 def noise(width: int, height: int) -> Image.Image:
     """An image of random pixels, other ones in each call."""
     return Image.effect_noise((width, height), 80).convert("RGB")
+
+
+def damaged_png() -> bytes:
+    """A PNG with zeros in the middle of its compressed pixels."""
+    data = bytearray(
+        encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)))
+    )
+    data[200:400] = bytes(200)
+    return bytes(data)
 
 
 def gif(frames: int) -> bytes:
@@ -73,7 +88,7 @@ def number_of(frame: Frame) -> int:
 
 
 def clip(
-    times: list[int],
+    times: Sequence[int],
     *,
     format: str = "mp4",
     codec: str = "libx264",
@@ -99,7 +114,7 @@ def clip(
             frame.pts, frame.time_base = time, time_base
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-        if track:
+        if track and audio is not None:
             samples = np.ascontiguousarray(audio.T.astype(np.float32))
             block = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
             block.sample_rate = 16000

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from tests.support.media_files import encoded
+from tests.support.media_files import Frame, encoded
 
 COMPLETIONS = "/v1/chat/completions"
 RENDER = f"{COMPLETIONS}/render"
+
+# Fields of a request whose answer lasts longer than any test.
+ENDLESS: dict[str, object] = {"ignore_eos": True, "max_tokens": 3000}
 
 
 def chat(*content: object, **fields: object) -> dict[str, object]:
@@ -42,3 +47,9 @@ def events(stream: str) -> list[dict[str, Any]]:
     *chunks, done = [event.removeprefix("data: ") for event in stream.split("\n\n") if event]
     assert done == "[DONE]", done
     return [json.loads(chunk) for chunk in chunks]
+
+
+def previews(item: dict[str, Any]) -> list[Frame]:
+    """Returns the decoded image, or the sampled frames of a video, from an item of a rendered request."""
+    files = (base64.b64decode(preview.partition(",")[2]) for preview in item["previews"])
+    return [np.asarray(Image.open(io.BytesIO(file))) for file in files]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from deployments.types import Chat, Modality
-from scripts.families import DOCS, document
 from tests.support.family_models import WITH_MODELS, tiny_model
 from tests.support.tiny_families import FAMILIES, Family, compared, conversation, samples
 from tests.support.tiny_models import (
@@ -119,7 +118,3 @@ def test_settings_of_a_request_are_those_of_the_joint_call(family: Family) -> No
         if name == "max_soft_tokens":
             continue  # the smallest value of the processor is the tiny one's own
         assert_exact(family, conversation(items), items, **{name: value})
-
-
-def test_the_table_in_the_docs_is_true() -> None:
-    assert DOCS.read_text(encoding="utf-8") == document(), "run scripts/families.py --write"

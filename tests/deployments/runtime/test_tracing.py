@@ -69,7 +69,8 @@ async def test_off_nothing_goes_along() -> None:
 
 async def test_the_context_goes_along_as_a_keyword(kept: InMemorySpanExporter) -> None:
     with tracing.calling("Stage") as context:
-        await asyncio.create_task(Stage().work(3, **context), context=contextvars.Context())
+        # Like a call in another process, it does not inherit this context.
+        await contextvars.Context().run(asyncio.ensure_future, Stage().work(3, **context))
     part, stage, call = kept.get_finished_spans()
     assert (part.name, stage.name, call.name) == ("part", "Stage", "call Stage")
     assert part.parent == stage.context
@@ -81,7 +82,7 @@ async def test_the_context_goes_along_as_a_keyword(kept: InMemorySpanExporter) -
 async def test_what_is_cancelled_has_not_failed(kept: InMemorySpanExporter) -> None:
     started = asyncio.Event()
     with tracing.calling("Stage") as context:
-        task = asyncio.create_task(Stage().wait(started, **context))
+        task = asyncio.ensure_future(Stage().wait(started, **context))
         await started.wait()
         task.cancel()
         await asyncio.wait([task])

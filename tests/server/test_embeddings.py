@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import threading
-from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 import torch
 
-from tests.server.test_cluster import COMPLETIONS, connect, data_uri, png, send
-from tests.support.cluster import Server, chat, media, media_server, wait_until
+from tests.support.cluster import Server, media_server, wait_until
+from tests.support.embeddings import audio_embeds, tensor2base64
+from tests.support.media_files import png
+from tests.support.raw_http import connect, send
+from tests.support.requests import COMPLETIONS, chat, data_uri, media
 from tests.support.tiny_models import encoded_by_omni
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 MIB = 2**20
-
-
-def tensor2base64(tensor: torch.Tensor) -> str:
-    """What the function of this name does in vLLM's documentation."""
-    with io.BytesIO() as buffer:
-        torch.save(tensor, buffer)
-        return base64.b64encode(buffer.getvalue()).decode()
-
-
-def audio_embeds(num_tokens: int) -> dict[str, object]:
-    values = torch.randn(num_tokens, 128)
-    return {"type": "audio_embeds", "audio_embeds": tensor2base64(values)}
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        yield client
 
 
 def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) -> None:
@@ -53,7 +36,7 @@ def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) 
     }
     model = client.models.list().data[0].id
 
-    def answer(part: object) -> str | None:
+    def answer(part: Any) -> str | None:
         return (
             client.chat.completions.create(
                 messages=[
@@ -110,7 +93,7 @@ def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
     with media_server() as remote, server.object_store() as store:
         remote.handlers = {"/0.png": never}
         idle = store()
-        connection = connect(server, reused=False)
+        connection = connect(server)
         send(connection, chat(audio_embeds(32 * 1024), media("image", f"{remote.url}/0.png")))
         assert asked.wait(10)
         wait_until(lambda: store()[1] >= idle[1] + 16 * MIB, why=lambda: str(store()))
