@@ -1,15 +1,16 @@
-"""What small requests feel while large embeddings arrive, and what such an embedding costs.
+"""Measures small requests while large embeddings arrive, and the cost of such an embedding.
 
-    .venv/bin/python -m scripts.bench_intake [--seconds 10] [--variant headrace|plain]
+    python -m scripts.bench_intake [--seconds 10] [--variant headrace|plain]
 
-Starts the server of serve_config.yaml, as it is and then the plain way: the whole body is joined and parsed
-by `json.loads`, and the embedding is loaded by `torch.load` in a thread of the ingress. Both get the same
-requests. Base64 of torch.save, of 8, 32 and 128 MiB, is sent as fast as it is taken, one after the other, and
-then four of 128 MiB at once; beside that a text is asked for and /health read, over and over. So many tokens
-are beyond the context: each embedding is answered with a 400 after it was loaded.
+Starts the server of serve_config.yaml twice: as it is, and the plain way, in which `json.loads` parses the
+joined body and `torch.load` loads the embedding in a thread of the ingress. Both get the same requests. The
+embeddings are base64 of torch.save, of 8, 32 and 128 MiB, sent one after the other as fast as the server
+reads them, and then four of 128 MiB at once. At the same time one client repeats a short text and one reads
+/health. The embeddings have more tokens than the context: each is answered with a 400 after it was loaded.
 
-`gap` is how late a loop of the ingress wakes from a sleep of 2 ms: of the application's loop and uvicorn's,
-the worse one. The probe is in this script. Linux only; on a machine with other work only ratios count.
+`gap` is the delay with which an event loop of the ingress wakes from a sleep of 2 ms; of the application's
+loop and uvicorn's, the longer delay is printed. The probe is in this script. Linux only; on a busy machine
+only ratios count.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def middlewares() -> list[Middleware]:
 
 
 class Gaps:
-    """How late the loop woke, in ms, since it was last asked."""
+    """Returns the longest delay of the loop since the last call, in ms."""
 
     def __init__(self) -> None:
         self._ms: list[float] = []
@@ -225,7 +226,7 @@ class Server:
         return json.loads(connection.getresponse().read())
 
     def cpu_ms(self) -> dict[str, float]:
-        """Of each process since its start; the client is this one."""
+        """Returns the CPU seconds of each process since its start. The client is this process."""
         user, system, *_ = os.times()
         ms = {"client": (user + system) * 1000}
         for name, pid in self.pids.items():

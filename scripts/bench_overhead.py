@@ -1,9 +1,9 @@
-"""What recording metrics costs: requests with and without it in turn, in one process and one run.
+"""Measures the cost of recording metrics: requests with and without it, alternating, in one process and run.
 
-    python scripts/bench_overhead.py [-n 200]
+    python -m scripts.bench_overhead [-n 200]
 
-The stages run in Serve's local mode, where a request costs less than between processes: the share that is
-printed is more than a server's. Beside it, what it costs to hand them to Ray, once a second.
+The stages run in Serve's local mode, where a request costs less than between processes. The printed share is
+therefore higher than in a server. Also prints the cost of passing the metrics to Ray once a second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def compare(n: int) -> None:
 
 
 async def seconds_for(client: httpx.AsyncClient, body: Any) -> float:
-    """Of CPU of the process."""
+    """CPU seconds of the process."""
     start = time.process_time()
     response = await client.post(PATH, json=body)
     assert response.status_code == 200, response.text
@@ -95,7 +95,7 @@ def off() -> Any:
 
 
 def recording() -> None:
-    """What is recorded of a text request, by itself: the engine's own CPU time varies by more than that."""
+    """Measures only the recording of a text request: the engine's CPU time varies by more than that."""
 
     def request() -> None:
         with observe.intake():
@@ -115,8 +115,8 @@ def recording() -> None:
         return (time.process_time() - start) / n
 
     observe._SEEN.set(observe._Seen(observe.GENERATES, time.perf_counter()))
-    told = 1e6 * min(seconds() for _ in range(10))
-    print(f"recording a text request of 32 tokens: {told:.0f} us of CPU")
+    microseconds = 1e6 * min(seconds() for _ in range(10))
+    print(f"recording a text request of 32 tokens: {microseconds:.0f} us of CPU")
 
 
 def hand_over() -> None:

@@ -1,10 +1,10 @@
-"""Ask a running server about mixed media that its model has never seen, and count what it gets right.
+"""Asks a running server about mixed media that its model has never seen, and counts the right answers.
 
-    .venv/bin/python scripts/eval_served.py [--prompts 10] [--items 4] [--seed 7000]
+    python -m scripts.eval_served [--prompts 10] [--items 4] [--seed 7000]
 
-Each prompt has `items` items, at least one of each modality, in an order of its own, sent as the files that
-a person would send: PNG or JPEG, WAV or MP3, H.264. Prints every answer, then how many items and whole
-prompts are right.
+Each prompt has `items` items in random order, at least one of each modality, sent as the files that a person
+would send: PNG or JPEG, WAV or MP3, H.264. Prints every answer, and then the number of right items and
+prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboard and the table in docs/metrics.md, both from deployments/runtime/metrics.py.
+"""Generates the Grafana dashboard and the table in docs/metrics.md from deployments/runtime/metrics.py.
 
 python -m scripts.make_dashboard
 """
@@ -21,7 +21,7 @@ _WIDTH, _HEIGHT, _IN_A_ROW = 24, 8, 3
 
 
 def name(metric: m.Metric, part: str = "") -> str:
-    """As Prometheus has it: Ray puts `ray_` before each name, and `_total` behind those of counters."""
+    """Returns the name in Prometheus: Ray prefixes `ray_`, and appends `_total` for counters."""
     return f"ray_{metric.name}{part}" + ("" if isinstance(metric, m.Gauge) else "_total")
 
 
@@ -283,13 +283,13 @@ def table() -> str:
     ]  # as mdformat writes it
     for metric in m.ALL:
         tags = ", ".join(f"`{tag}`" for tag in metric.tags)
-        told = f"ray_{metric.name}" if isinstance(metric, m.Histogram) else name(metric)
-        lines.append(f"| `{told}` | {metric.kind} | {metric.unit} | {tags} | {metric.help} |")
+        shown = f"ray_{metric.name}" if isinstance(metric, m.Histogram) else name(metric)
+        lines.append(f"| `{shown}` | {metric.kind} | {metric.unit} | {tags} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
 def documented() -> str:
-    """docs/metrics.md as it should be."""
+    """Returns the up-to-date text of docs/metrics.md."""
     before, _, rest = TABLE.read_text().partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 

@@ -1,10 +1,10 @@
-"""Pictures of the page and of Ray's dashboard, of a server that runs.
+"""Takes screenshots of the page and of Ray's dashboard, for a running server.
 
-    python scripts/screenshots.py FOLDER [--url http://127.0.0.1:8000] [--dashboard http://127.0.0.1:8265]
+    python -m scripts.screenshots FOLDER [--url http://127.0.0.1:8000] [--dashboard http://127.0.0.1:8265]
 
-Writes page-answered.png, page-dark.png, page-streaming.png (under load, so that the stages have something to
-show), page-narrow.png, page-error.png, dashboard-serve.png and dashboard-application.png.
-Needs chromedriver; see tests/support/browser.py.
+Writes page-answered.png, page-dark.png, page-streaming.png (under load, so that the stages have work to
+show), page-narrow.png, page-error.png, dashboard-serve.png and dashboard-application.png. Needs
+chromedriver; see tests/support/browser.py.
 """
 
 from __future__ import annotations
