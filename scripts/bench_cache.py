@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.cluster import MediaServer, Server, media_server
+from tests.support.cluster import MediaServer, ServeConfig, Server, media_server
 from tests.support.requests import chat, media
 
 RENDER = "/v1/chat/completions/render"
@@ -49,7 +49,7 @@ def main() -> None:
 
 @contextmanager
 def running(affinity: bool = True) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         for deployment in config["applications"][0]["deployments"]:
             if deployment["name"] in ("MediaLoader", "MMPreprocessor"):
                 deployment["num_replicas"] = 2

@@ -60,6 +60,7 @@ from deployments.errors import PromptTooLong
 from deployments.media.base64_stream import decode
 from deployments.runtime.payload import unpack_pieces
 from deployments.types import EmbeddingSource
+from tests.support.cluster import ServeConfig
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -75,7 +76,7 @@ START_S, STOP_S = 120, 60
 # In the server
 
 
-def build(args: dict[str, Any]) -> Application:
+def build(args: dict[str, object]) -> Application:
     """`import_path: scripts.bench_intake:build`: the graph with an ingress that is watched."""
     with patch("app.graph.Ingress", Ingress):
         return app.graph.build(AppConfig.model_validate(args))
@@ -156,7 +157,7 @@ def _store_bytes() -> int:
 
 
 def _be_plain() -> None:
-    async def read_body(chunks: AsyncIterable[bytes], **_: Any) -> Body:
+    async def read_body(chunks: AsyncIterable[bytes], **_: object) -> Body:
         document = b"".join([chunk async for chunk in chunks])
         return Body(document, {}, len(document))
 
@@ -257,8 +258,8 @@ class Sent:
     wall_ms: float
 
 
-def configured(variant: str) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+def configured(variant: str) -> ServeConfig:
+    config: ServeConfig = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     application = config["applications"][0]
     application["import_path"] = "scripts.bench_intake:build"
     application["args"]["enable_mm_embeds"] = True

@@ -49,13 +49,14 @@ os.environ["RAY_AUTH_MODE"] = "token"  # as local clusters have it; Ray reads it
 import numpy as np  # noqa: E402
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
+from ray.serve.handle import DeploymentHandle  # noqa: E402
 
 from deployments.media import image  # noqa: E402
 from deployments.media.image import ImageLimits  # noqa: E402
 from deployments.runtime.payload import pack, unpack  # noqa: E402
 from deployments.types import Arrays, Chat, Media, Modality  # noqa: E402
 from scripts.bench_media import jpeg  # noqa: E402
-from tests.support.cluster import Server, argument, marked, read  # noqa: E402
+from tests.support.cluster import ServeConfig, Server, argument, marked, read  # noqa: E402
 from tests.support.tiny_models import qwen_vl  # noqa: E402
 
 MAX_PIXELS = 200704
@@ -99,7 +100,7 @@ def main() -> None:
 
 @contextmanager
 def running(model: str, preprocessors: int = 1) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         application = config["applications"][0]
         application["args"]["model"] = model
         for deployment in application["deployments"]:
@@ -111,7 +112,7 @@ def running(model: str, preprocessors: int = 1) -> Iterator[Server]:
 
 
 @contextmanager
-def handles(address: str) -> Iterator[Callable[[str], Any]]:
+def handles(address: str) -> Iterator[Callable[[str], DeploymentHandle]]:
     """Handles to the stages of a running server, by their names."""
     ray.init(
         address,
@@ -194,7 +195,7 @@ def tokenize(server: Server, model: str) -> None:
             print_times(f"one process, {pools} pool, {name}", times, idle)
 
 
-async def _tokenize(server: Server, tokenizer: Any) -> None:
+async def _tokenize(server: Server, tokenizer: DeploymentHandle) -> None:
     encode = tokenizer.options(_by_reference=False).encode  # as app/fanout.py does
 
     async def once() -> object:
@@ -247,7 +248,7 @@ def sender(arguments: str) -> None:
         asyncio.run(_sender(stage("MMPreprocessor"), (int(width), int(height)), int(in_flight)))
 
 
-async def _sender(preprocessor: Any, size: tuple[int, int], in_flight: int) -> None:
+async def _sender(preprocessor: DeploymentHandle, size: tuple[int, int], in_flight: int) -> None:
     item = await photo(*size)
     async with kept_busy(partial(preprocess, preprocessor, item), in_flight) as done:
         print("in flight", flush=True)
@@ -263,7 +264,7 @@ async def photo(width: int, height: int) -> Media:
     return Media(Modality.IMAGE, "", pack({"pixels": pixels}), {}, 0, "image/jpeg")
 
 
-async def preprocess(preprocessor: Any, item: Media) -> object:
+async def preprocess(preprocessor: DeploymentHandle, item: Media) -> object:
     return await preprocessor.process.remote(new(item), None, TIMEOUT_S)
 
 

@@ -14,11 +14,12 @@ import contextlib
 import logging
 import statistics
 import time
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import httpx
 import ray
+from starlette.types import Receive, Scope, Send
 
 from app import calls, observe
 from app.config import AppConfig
@@ -63,7 +64,7 @@ async def compare(n: int) -> None:
             )
 
 
-async def seconds_for(client: httpx.AsyncClient, body: Any) -> float:
+async def seconds_for(client: httpx.AsyncClient, body: dict[str, object]) -> float:
     """CPU seconds of the process."""
     start = time.process_time()
     response = await client.post(PATH, json=body)
@@ -72,12 +73,12 @@ async def seconds_for(client: httpx.AsyncClient, body: Any) -> float:
 
 
 @contextlib.contextmanager
-def off() -> Any:
+def off() -> Iterator[None]:
     """Nothing is counted, and nothing is asked whether to count."""
 
     def nothing(*_: object, **__: object) -> None: ...
 
-    async def passes(self: Any, scope: Any, receive: Any, send: Any) -> None:
+    async def passes(self: observe.RequestTimes, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
     with contextlib.ExitStack() as stack:

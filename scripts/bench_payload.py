@@ -15,11 +15,11 @@ import asyncio
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import yaml
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from deployments.runtime import payload
 from deployments.runtime.payload import pack_pieces, unpack_pieces
@@ -38,7 +38,7 @@ class Receiver:
 
 
 class Sender:
-    def __init__(self, receiver: Any) -> None:
+    def __init__(self, receiver: DeploymentHandle) -> None:
         self._receiver = receiver
 
     async def compare(self, num_bytes: int, n: int) -> list[tuple[float, float]]:

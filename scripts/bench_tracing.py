@@ -20,8 +20,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from deployments.runtime import tracing
 from scripts.bench_latency import Body, image_request, text_request
-from tests.support.cluster import Server, free_ports, read
+from tests.support.cluster import ServeConfig, Server, free_ports, read
 from tests.support.collector import Collector, listening
 
 WARM_UP = 5
@@ -48,7 +48,7 @@ def main() -> None:
     (port,) = free_ports(1)
     collector = Collector(f"http://127.0.0.1:{port}")
 
-    def trace(config: dict[str, Any]) -> None:
+    def trace(config: ServeConfig) -> None:
         config["applications"][0]["args"]["otlp_endpoint"] = collector.url
 
     with (
@@ -119,7 +119,7 @@ def export_us(collector: Collector) -> float:
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     tracer = provider.get_tracer("bench")
-    attributes: Any = {
+    attributes: dict[str, str | int] = {
         "param": "messages[0].content[0]",
         "modality": "image",
         "num_bytes": 1,
@@ -150,13 +150,13 @@ def hooks_us() -> float:
 
     served, traced, plain = tracing.served(nothing), tracing.traced("decode")(int), int
 
-    async def awaited(what: Any) -> float:
+    async def awaited(what: Callable[[], Awaitable[object]]) -> float:
         start = time.perf_counter()
         for _ in range(loops):
             await what()
         return (time.perf_counter() - start) / loops * 1e6
 
-    def timed(what: Any) -> float:
+    def timed(what: Callable[[], object]) -> float:
         start = time.perf_counter()
         for _ in range(loops):
             what()

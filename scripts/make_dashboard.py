@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deployments.runtime import metrics as m
 
@@ -222,8 +221,8 @@ def _stage(stage: str, steps: list[str]) -> Row:
     return Row(stage, panels)
 
 
-def dashboard() -> dict[str, Any]:
-    panels: list[dict[str, Any]] = []
+def dashboard() -> dict[str, object]:
+    panels: list[dict[str, object]] = []
     y = 0
     for row in rows():
         panels.append(_placed({"type": "row", "title": row.title, "collapsed": False}, 0, y, _WIDTH, 1))
@@ -255,11 +254,11 @@ def dashboard() -> dict[str, Any]:
 _SOURCE = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
-def _placed(panel: dict[str, Any], x: int, y: int, width: int, height: int) -> dict[str, Any]:
+def _placed(panel: dict[str, object], x: int, y: int, width: int, height: int) -> dict[str, object]:
     return panel | {"gridPos": {"x": x, "y": y, "w": width, "h": height}}
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
+def _panel(panel: Panel) -> dict[str, object]:
     source = {"type": "prometheus", "uid": "${datasource}"}
     stacking = {"stacking": {"mode": "normal"}, "fillOpacity": 60} if panel.stacked else {"fillOpacity": 8}
     return {

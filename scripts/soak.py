@@ -35,9 +35,10 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.support.cluster import Server, marked, read
-from tests.support.synthetic_media import make_item, write_audio, write_clip, write_image
+from tests.support.synthetic_media import Modality, make_item, write_audio, write_clip, write_image
 
 ANSWER_S = 3.0
 HUNG_S = 150.0
@@ -240,7 +241,7 @@ class Media:
         if kind == "wrong":
             wrong = _WRONG[rng.integers(len(_WRONG))]
             return wrong if isinstance(wrong, bytes) else {"messages": [_user(["hello"])], **wrong}, 0
-        content: list[Any] = [self._part(modality, rng) for modality in _ITEMS.get(kind, ())]
+        content: list[object] = [self._part(modality, rng) for modality in _ITEMS.get(kind, ())]
         words = " ".join(f"word{i}" for i in rng.integers(0, 1000, int(rng.integers(1, 120))))
         body: Body = {
             "messages": [_user([*content, f"{words}. What do you see and hear?"])],
@@ -315,12 +316,12 @@ _WRONG: list[Body | bytes] = [
 ]
 
 
-def _user(content: list[Any]) -> Body:
+def _user(content: list[object]) -> Body:
     parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
     return {"role": "user", "content": parts}
 
 
-def _encoded(folder: Path, modality: Any, index: int) -> bytes:
+def _encoded(folder: Path, modality: Modality, index: int) -> bytes:
     path = folder / f"{index}{_SUFFIX[modality]}"
     write: dict[str, Callable[..., None]] = {"image": write_image, "audio": write_audio, "video": write_clip}
     write[modality](path, make_item(modality, 0, index).data)
@@ -337,7 +338,7 @@ def _unlike(modality: str, data: bytes, serial: int) -> bytes:
     return data[:-208] + struct.pack("<Q", serial) + samples.tobytes()
 
 
-def _npy(array: np.ndarray[Any, Any]) -> str:
+def _npy(array: NDArray[np.float64]) -> str:
     buffer = io.BytesIO()
     np.save(buffer, array.astype(np.float32))
     return base64.b64encode(buffer.getvalue()).decode()

@@ -37,7 +37,7 @@ def sample_indices(total_num_frames: int) -> list[int]:
     return [int(index) for index in indices]
 
 
-def video_kwargs(clips: Sequence[Clip]) -> dict[str, Any]:
+def video_kwargs(clips: Sequence[Clip]) -> dict[str, object]:
     """Metadata for the processor about clips sampled with `sample_indices`."""
     return {
         "do_sample_frames": False,

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from tests.support.cluster import Server, media_server, wait_until
+from tests.support.cluster import ServeConfig, Server, media_server, wait_until
 from tests.support.requests import RENDER, chat, media
 
 AT_ONCE = 32
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         application = config["applications"][0]
         application["args"]["enable_reset_mm_cache"] = True
         application["args"]["media_loader"]["image_fetch_timeout_s"] = 2 * HELD_S

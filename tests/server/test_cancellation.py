@@ -9,11 +9,10 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.cluster import MediaServer, Server, wait_until
+from tests.support.cluster import MediaServer, ServeConfig, Server, wait_until
 from tests.support.media_files import encoded, noise
 from tests.support.raw_http import connect, send
 from tests.support.requests import COMPLETIONS, ENDLESS, chat, data_uri, media
@@ -64,7 +63,7 @@ def test_a_client_that_leaves_while_generating_frees_the_engine(
 
 
 def test_a_deadline_that_passes_frees_the_engine(tmp_path: Path) -> None:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["args"] |= {"timeout_s": 2}
 
     with Server.start(tmp_path, change) as server, server.engine() as stats:

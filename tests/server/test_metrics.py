@@ -25,6 +25,7 @@ from aiohttp import web
 from PIL import Image
 
 from tests.support.cluster import (
+    ServeConfig,
     Server,
     free_ports,
     healthy,
@@ -52,7 +53,7 @@ SLOW_S = 30  # more than the engine needs to tell that it is full
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of two answers at once, and logs that are JSON."""
 
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["logging_config"] = {"encoding": "JSON"}
         args = config["applications"][0]["args"]
         args["engine"] = {"max_running": 2}
@@ -142,7 +143,7 @@ def test_heavy_images_and_one_replica_that_prepares_them(tmp_path: Path) -> None
     """A small file of twelve million pixels, each time for another size, of which the model sees few."""
     most = 2**14
 
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["args"]["model"] = qwen_vl(max_pixels=most)
 
     picture = base64.b64encode(encoded(Image.new("RGB", (4000, 3000)), "png")).decode()

@@ -33,6 +33,10 @@ SETTLE_S = 10
 IDLE_S = 2  # of a client in the middle of its head or body
 
 
+# serve_config.yaml as parsed
+ServeConfig = dict[str, Any]
+
+
 @dataclass
 class Server:
     url: str
@@ -44,7 +48,7 @@ class Server:
     def start(
         cls,
         folder: Path,
-        change: Callable[[dict[str, Any]], object] = lambda config: None,
+        change: Callable[[ServeConfig], object] = lambda config: None,
         env: Mapping[str, str] | None = None,
     ) -> Iterator[Server]:
         """On `serve_config.yaml` with ports of its own and whatever else `change` does to it.

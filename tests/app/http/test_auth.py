@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -20,7 +19,7 @@ from app.config import AppConfig
 from app.http import auth
 from app.http.auth import ENVIRONMENT, ApiKeys, key_digests, protect
 from tests.support.browser import Browser
-from tests.support.cluster import Server
+from tests.support.cluster import ServeConfig, Server
 from tests.support.raw_http import connect
 from tests.support.requests import chat
 
@@ -226,7 +225,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = folder / "keys.txt"
     keys.write_text(f"{FIRST}\n")
 
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["args"] |= {"api_keys_file": str(keys), "cors_allow_origins": [ORIGIN]}
 
     with Server.start(folder, change, {ENVIRONMENT: FROM_ENVIRONMENT}) as running:

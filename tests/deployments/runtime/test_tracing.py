@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, get_current_span
 
 from deployments.runtime import tracing
-from tests.support.cluster import Server, free_ports, media_server, wait_until
+from tests.support.cluster import ServeConfig, Server, free_ports, media_server, wait_until
 from tests.support.collector import Collector, listening
 from tests.support.embeddings import audio_embeds
 from tests.support.paths import ROOT
@@ -113,7 +113,7 @@ def collector() -> Collector:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["args"]["otlp_endpoint"] = collector.url
 
     with Server.start(tmp_path_factory.mktemp("traced"), change, EXPORT) as server:
