@@ -41,8 +41,9 @@ def test_usage_is_one_chunk_without_a_choice(server: Server) -> None:
         first = server.ask(*content, max_tokens=3).body["usage"]
         chunks = server.stream(*content, max_tokens=3, stream_options={"include_usage": True})
         (usage,) = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-        for told in (first, usage):
-            told["prompt_tokens_details"].pop("cached_tokens")  # the second finds what the first left
+        for counts in (first, usage):
+            # The second request finds the prefix of the first.
+            counts["prompt_tokens_details"].pop("cached_tokens")
         assert usage == first
         assert chunks[-1]["choices"] == []
         assert all(chunk["choices"] for chunk in chunks[:-1])

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 MIB = 2**20
 
 
-def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) -> None:
+def test_the_official_client_sends_embeddings_like_to_vllm(client: openai.OpenAI) -> None:
     """The parts and the calls are those of vLLM's page on multimodal inputs."""
     image = encoded_by_omni("photo.png")
     grid = image.embeds["image_embeds"]["image_grid_thw"]
@@ -57,7 +57,7 @@ def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) 
     assert caught.value.param == "messages[1].content[1]"
 
 
-def test_references_and_memory_go_back(server: Server) -> None:
+def test_answered_and_refused_embeddings_leave_no_memory(server: Server) -> None:
     """After an answer from embeddings by reference, and after 16 MB that were too many for the context."""
     answered = chat(audio_embeds(800), "what?", max_tokens=2)  # 400 KB
     refused = chat(audio_embeds(32 * 1024), "what?")
@@ -82,7 +82,7 @@ def test_references_and_memory_go_back(server: Server) -> None:
         wait_until(lambda: all(size < 48 * MIB for size in grown().values()), why=lambda: str(grown()))
 
 
-def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
+def test_a_client_that_leaves_frees_its_embeddings(server: Server) -> None:
     """The embeddings are loaded, and wait for an image that never comes."""
     asked = threading.Event()
 
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
         wait_until(lambda: store() <= idle, why=lambda: f"{store()}, {idle} before")
 
 
-def test_an_item_that_its_processor_refuses_leaves_nothing(server: Server) -> None:
+def test_a_refused_item_leaves_no_object(server: Server) -> None:
     thin = media("image", data_uri("image/png", png(size=(60_000, 2))))  # 360 KB when decoded
     with server.object_store() as store:
         idle = store()

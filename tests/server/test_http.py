@@ -27,7 +27,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Server) -> N
 
 
 def test_a_client_that_sends_everything_before_it_reads_gets_its_refusal(server: Server) -> None:
-    """As http.client and requests do; closed at once, its connection would break under it."""
+    """http.client and requests do so. If the server closed at once, they would see a broken connection."""
     body = b"x" * (20 * 2**20)
     early = {"Content-Encoding": "gzip"}
     for _ in range(3):

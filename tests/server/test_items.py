@@ -98,7 +98,7 @@ def test_many_small_items_may_exceed_a_grpc_message_together(server: Server) -> 
 
 
 def test_no_client_gets_the_image_of_another(server: Server) -> None:
-    """A picture's digest and pixels come back to whoever sent it, with broken ones in between."""
+    """Each client gets the digests and pixels of its own images, with broken images in between."""
     colours = [(16 * i, 255 - 16 * i, 8 * i) for i in range(16)]
     parts = [image_part(colour) for colour in colours]
     digests = [item["digest"] for item in server.render(*parts)["items"]]

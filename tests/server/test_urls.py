@@ -154,7 +154,7 @@ def test_no_hostile_url_makes_a_connection(server: Server, remote: MediaServer) 
             answer = server.post(RENDER, chat("look:", media("image", url)))
             message = answer.body["error"]["message"]
             assert answer.body["error"]["param"] in ITEM_OR_URL, (url, message)
-            # A resolver that fails is the one thing that is nobody's fault.
+            # Only a failing resolver may give another status.
             assert answer.status in (400, 422) or "cannot be resolved" in message, (url, message)
         with pytest.raises(BlockingIOError):
             listener.accept()

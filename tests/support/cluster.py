@@ -1,4 +1,4 @@
-"""Starts the product as a user does, `serve run` on its own YAML, and looks inside from outside."""
+"""Runs the server as a user does, with `serve run` on its own YAML, and inspects it from outside."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.requests import COMPLETIONS, RENDER, chat, events
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
-IDLE_S = 2  # of a client in the middle of its head or body
+IDLE_S = 2  # that a client may pause within its head or body
 
 
 # serve_config.yaml as parsed
@@ -51,12 +51,12 @@ class Server:
         change: Callable[[ServeConfig], object] = lambda config: None,
         env: Mapping[str, str] | None = None,
     ) -> Iterator[Server]:
-        """On `serve_config.yaml` with ports of its own and whatever else `change` does to it.
+        """Runs `serve_config.yaml` on ports of its own, with further changes by `change`.
 
-        `env`: variables beside this process's own.
+        `env`: variables in addition to those of this process.
         """
         port, *others = free_ports(1 + len(SERVE_PORTS))
-        # A port's number and the hundred after it, for the replicas of the ingress.
+        # The replicas of the ingress take the last port and the hundred after it.
         own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
         own["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(others[-1] + 100)
         config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
@@ -70,7 +70,7 @@ class Server:
                 "http-request 20s", f"http-request {IDLE_S}s"
             )
         application["args"] |= {
-            # One address of loopback and no other: the rest is as forbidden as it is by default.
+            # Allows one address of loopback; the others stay forbidden, as by default.
             "media_loader": {"allowed_private_networks": [f"{MEDIA_HOST}/32"]},
             "body_idle_timeout_s": IDLE_S,
             "enable_mm_embeds": True,
@@ -94,7 +94,7 @@ class Server:
             },
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # and no session of its own: where Linux groups those, each has half of the CPUs
+            process_group=0,  # not a session: Linux may share CPUs between sessions, so that each gets half
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -147,7 +147,7 @@ class Server:
 
     @contextmanager
     def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:
-        """A call that tells how many objects the cluster's store holds, and their bytes."""
+        """Yields a call that returns the number of objects in the cluster's store, and their bytes."""
         with self._inside("store()") as ask:
 
             def objects_and_bytes() -> tuple[int, int]:
@@ -157,14 +157,14 @@ class Server:
             yield objects_and_bytes
 
     def engine(self) -> AbstractContextManager[Callable[[], dict[str, int]]]:
-        """A call that tells the engine's statistics."""
+        """Yields a call that returns the engine's statistics."""
         return self._inside("engine()")
 
     @contextmanager
     def _inside(self, asks: str) -> Iterator[Callable[[], dict[str, int]]]:
-        """`asks`: an expression, evaluated in a process that is part of the cluster."""
+        """Yields a call that evaluates the expression `asks` in a process of the cluster."""
         command = [sys.executable, "-c", _INSIDE.replace("ASKS", asks), argument(self.mark, "--gcs-address=")]
-        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as local clusters have it
+        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as in local clusters
         with subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -174,19 +174,19 @@ class Server:
 
             def ask() -> dict[str, int]:
                 print(file=stdin, flush=True)
-                told: dict[str, int] = json.loads(stdout.readline())
-                return told
+                values: dict[str, int] = json.loads(stdout.readline())
+                return values
 
             yield ask
             stdin.close()
 
     def replicas(self, stage: str) -> list[int]:
-        """Process ids of the stage's replicas; of this server's alone."""
+        """Returns the process ids of the stage's replicas in this server."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
 
     def own_bytes(self, stage: str) -> int:
-        """Memory of the stage's replica without what it shares, such as the object store."""
+        """Returns the memory of the stage's only replica without shared parts such as the object store."""
         (pid,) = self.replicas(stage)
         return int(read(f"/proc/{pid}/status").partition("RssAnon:")[2].split()[0]) * 1024
 
@@ -224,7 +224,7 @@ class Answer:
 def wait_until(
     condition: Callable[[], object], timeout_s: float = SETTLE_S, why: Callable[[], str] = str
 ) -> None:
-    """Polls: what happens in another process can not be awaited."""
+    """Polls `condition`, since an event in another process cannot be awaited."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s. {why()}"
@@ -240,8 +240,10 @@ def healthy(url: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """In a row, of those that neither the kernel gives to connections (32768 and up) nor Ray to its workers
-    (below 20000): any of those may be taken in the seconds until the server binds it.
+    """Returns consecutive free ports.
+
+    The kernel gives ports from 32768 on to connections, and Ray gives those below 20000 to its workers.
+    Such a port might be taken in the seconds until the server binds it.
     """
     for first in random.sample(range(20_000, 29_800), 100):
         ports = list(range(first, first + count))
@@ -263,7 +265,7 @@ def read(path: str) -> str:
 
 
 def stop(process: subprocess.Popen[bytes], mark: str) -> None:
-    """What does not end in time fails the test, and is ended: it would be in the way of all later ones."""
+    """Stops the server. If it does not end in time, kills it for the sake of later tests, and fails."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(60)
@@ -285,7 +287,7 @@ def session_logs(mark: str) -> Path:
 
 
 def argument(mark: str, *names: str) -> str:
-    """Ray's processes name their session's folder and address in their command lines."""
+    """Returns an argument from the command line of one of the server's Ray processes."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
             if word.startswith(names):
@@ -338,7 +340,7 @@ class MediaServer:
 
 @contextmanager
 def media_server() -> Iterator[MediaServer]:
-    """The server on a loop of its own, for tests that block."""
+    """Runs the server on an event loop in a thread, for tests that block."""
     server, ready, stop = MediaServer(), threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 

@@ -42,7 +42,7 @@ def test_a_media_hosts_error_is_one_line(caplog: pytest.LogCaptureFixture) -> No
     assert record.exc_info is None
 
 
-def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_names_its_item(caplog: pytest.LogCaptureFixture) -> None:
     error = InvalidMedia("The image is damaged.")
 
     def call() -> None:
@@ -61,7 +61,7 @@ def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("error", [ServingError("The model failed."), KeyError("a bug")])
-def test_what_is_not_the_clients_keeps_its_traceback(
+def test_an_error_of_the_server_keeps_its_traceback(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = logged(error, caplog)
