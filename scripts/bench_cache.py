@@ -1,9 +1,10 @@
-"""What caches, names and affinity are worth. Starts servers of its own, two replicas of each media stage.
+"""Measures the benefit of caches, uuids and affinity, with two replicas of each media stage.
 
-    .venv/bin/python scripts/bench_cache.py
+    python -m scripts.bench_cache
 
-One run prints: how often a URL that many ask for at once is fetched and processed; the time of a request that
-comes again, and of one that names its image; the hit rate with two replicas, by affinity and without.
+Starts servers of its own. One run prints how often a URL is fetched and processed when many clients ask for
+it at once, the time of a repeated request and of one that names its image by uuid, and the cache hit rate of
+two replicas with and without affinity.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.cluster import MediaServer, Server, chat, media, media_server
+from tests.support.cluster import MediaServer, ServeConfig, Server, media_server
+from tests.support.requests import chat, media
 
 RENDER = "/v1/chat/completions/render"
 AT_ONCE = 32
@@ -47,7 +49,7 @@ def main() -> None:
 
 @contextmanager
 def running(affinity: bool = True) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         for deployment in config["applications"][0]["deployments"]:
             if deployment["name"] in ("MediaLoader", "MMPreprocessor"):
                 deployment["num_replicas"] = 2

@@ -1,15 +1,16 @@
-"""What small requests feel while large embeddings arrive, and what such an embedding costs.
+"""Measures small requests while large embeddings arrive, and the cost of such an embedding.
 
-    .venv/bin/python -m scripts.bench_intake [--seconds 10] [--variant headrace|plain]
+    python -m scripts.bench_intake [--seconds 10] [--variant headrace|plain]
 
-Starts the server of serve_config.yaml, as it is and then the plain way: the whole body is joined and parsed
-by `json.loads`, and the embedding is loaded by `torch.load` in a thread of the ingress. Both get the same
-requests. Base64 of torch.save, of 8, 32 and 128 MiB, is sent as fast as it is taken, one after the other, and
-then four of 128 MiB at once; beside that a text is asked for and /health read, over and over. So many tokens
-are beyond the context: each embedding is answered with a 400 after it was loaded.
+Starts the server of serve_config.yaml twice: as it is, and the plain way, in which `json.loads` parses the
+joined body and `torch.load` loads the embedding in a thread of the ingress. Both get the same requests. The
+embeddings are base64 of torch.save, of 8, 32 and 128 MiB, sent one after the other as fast as the server
+reads them, and then four of 128 MiB at once. At the same time one client repeats a short text and one reads
+/health. The embeddings have more tokens than the context: each is answered with a 400 after it was loaded.
 
-`gap` is how late a loop of the ingress wakes from a sleep of 2 ms: of the application's loop and uvicorn's,
-the worse one. The probe is in this script. Linux only; on a machine with other work only ratios count.
+`gap` is the delay with which an event loop of the ingress wakes from a sleep of 2 ms; of the application's
+loop and uvicorn's, the longer delay is printed. The probe is in this script. Linux only; on a busy machine
+only ratios count.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from deployments.errors import PromptTooLong
 from deployments.media.base64_stream import decode
 from deployments.runtime.payload import unpack_pieces
 from deployments.types import EmbeddingSource
+from tests.support.cluster import ServeConfig
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -74,7 +76,7 @@ START_S, STOP_S = 120, 60
 # In the server
 
 
-def build(args: dict[str, Any]) -> Application:
+def build(args: dict[str, object]) -> Application:
     """`import_path: scripts.bench_intake:build`: the graph with an ingress that is watched."""
     with patch("app.graph.Ingress", Ingress):
         return app.graph.build(AppConfig.model_validate(args))
@@ -85,7 +87,7 @@ def middlewares() -> list[Middleware]:
 
 
 class Gaps:
-    """How late the loop woke, in ms, since it was last asked."""
+    """Returns the longest delay of the loop since the last call, in ms."""
 
     def __init__(self) -> None:
         self._ms: list[float] = []
@@ -155,7 +157,7 @@ def _store_bytes() -> int:
 
 
 def _be_plain() -> None:
-    async def read_body(chunks: AsyncIterable[bytes], **_: Any) -> Body:
+    async def read_body(chunks: AsyncIterable[bytes], **_: object) -> Body:
         document = b"".join([chunk async for chunk in chunks])
         return Body(document, {}, len(document))
 
@@ -225,7 +227,7 @@ class Server:
         return json.loads(connection.getresponse().read())
 
     def cpu_ms(self) -> dict[str, float]:
-        """Of each process since its start; the client is this one."""
+        """Returns the CPU seconds of each process since its start. The client is this process."""
         user, system, *_ = os.times()
         ms = {"client": (user + system) * 1000}
         for name, pid in self.pids.items():
@@ -256,8 +258,8 @@ class Sent:
     wall_ms: float
 
 
-def configured(variant: str) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+def configured(variant: str) -> ServeConfig:
+    config: ServeConfig = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     application = config["applications"][0]
     application["import_path"] = "scripts.bench_intake:build"
     application["args"]["enable_mm_embeds"] = True

@@ -1,19 +1,20 @@
-"""What media work costs everybody else, and what the graph costs: one run, one table, about five minutes.
+"""Measures how media work affects other requests, and the cost of the graph, in about five minutes.
 
-    .venv/bin/python scripts/bench_isolation.py [PART ...]
+    python -m scripts.bench_isolation [PART ...]
 
-The server is the shipped one, on ports of its own, with a tiny random Qwen2.5-VL (`max_pixels` 200704). Every
+Starts the shipped server on ports of its own, with a tiny random Qwen2.5-VL (`max_pixels` 200704). Every
 image is new, so that no cache answers. PARTs, all by default:
 
 tokenize  a prompt of 300 words through `Tokenizer`, while 4 images are in preprocessing; the same in one
           process, with one thread pool for all and with a pool for each
-http      time to the first token of a text, while 8 requests with a 12 MP JPEG are in flight, the longest
-          wait for /health, image requests a second, and the CPU time that one costs, by process
+http      time to first token of a text while 8 requests with a 12 MP JPEG are in flight, the longest wait
+          for /health, image requests a second, and the CPU time of one by process
 replicas  12 MP images through 1 and 2 replicas of `MMPreprocessor`, against the processor alone in a loop;
-          one request with 20 images, and another's single image beside it
-latency   a request with one image, against one process that does the same work in a row, in alternation
+          one request with 20 images, and another request's single image at the same time
+latency   a request with one image against one process that does the same work in a row, alternating
 
-What else the machine did meanwhile is printed beside each figure, in cores: on a busy one figures say little.
+Each figure comes with the load of other programs on the machine, in cores: on a busy machine figures say
+little.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ os.environ["RAY_AUTH_MODE"] = "token"  # as local clusters have it; Ray reads it
 import numpy as np  # noqa: E402
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
+from ray.serve.handle import DeploymentHandle  # noqa: E402
 
 from deployments.media import image  # noqa: E402
 from deployments.media.image import ImageLimits  # noqa: E402
 from deployments.runtime.payload import pack, unpack  # noqa: E402
 from deployments.types import Arrays, Chat, Media, Modality  # noqa: E402
 from scripts.bench_media import jpeg  # noqa: E402
-from tests.support.cluster import Server, argument, marked, read  # noqa: E402
+from tests.support.cluster import ServeConfig, Server, argument, marked, read  # noqa: E402
 from tests.support.tiny_models import qwen_vl  # noqa: E402
 
 MAX_PIXELS = 200704
@@ -98,7 +100,7 @@ def main() -> None:
 
 @contextmanager
 def running(model: str, preprocessors: int = 1) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         application = config["applications"][0]
         application["args"]["model"] = model
         for deployment in application["deployments"]:
@@ -110,7 +112,7 @@ def running(model: str, preprocessors: int = 1) -> Iterator[Server]:
 
 
 @contextmanager
-def handles(address: str) -> Iterator[Callable[[str], Any]]:
+def handles(address: str) -> Iterator[Callable[[str], DeploymentHandle]]:
     """Handles to the stages of a running server, by their names."""
     ray.init(
         address,
@@ -186,14 +188,14 @@ def tokenize(server: Server, model: str) -> None:
     with handles(argument(server.mark, "--gcs-address=")) as stage:
         asyncio.run(_tokenize(server, stage("Tokenizer")))
     for pools in ("shared", "own"):
-        told = json.loads(child("inside", f"{pools} {model}"))
-        idle = told.pop("idle")
+        measured = json.loads(child("inside", f"{pools} {model}"))
+        idle = measured.pop("idle")
         print_times(f"one process, {pools} pool, idle", idle)
-        for name, times in told.items():
+        for name, times in measured.items():
             print_times(f"one process, {pools} pool, {name}", times, idle)
 
 
-async def _tokenize(server: Server, tokenizer: Any) -> None:
+async def _tokenize(server: Server, tokenizer: DeploymentHandle) -> None:
     encode = tokenizer.options(_by_reference=False).encode  # as app/fanout.py does
 
     async def once() -> object:
@@ -214,7 +216,7 @@ async def _tokenize(server: Server, tokenizer: Any) -> None:
 
 @contextmanager
 def preprocessing(server: Server, size: tuple[int, int], in_flight: int) -> Iterator[Callable[[], int]]:
-    """So many images in flight, sent by a process of its own; gives a call that tells how many are done."""
+    """Keeps `count` images in flight, from another process. Yields a call that returns the number done."""
     command = [sys.executable, __file__, "--child", "sender"]
     arguments = [argument(server.mark, "--gcs-address="), *map(str, size), str(in_flight)]
     env = {**os.environ, **dict([server.mark.split("=")])}
@@ -228,7 +230,7 @@ def preprocessing(server: Server, size: tuple[int, int], in_flight: int) -> Iter
     ) as sender:
         assert sender.stdin is not None
         assert sender.stdout is not None
-        sender.stdout.readline()  # it is under way
+        sender.stdout.readline()  # the first images are in flight
 
         def done() -> int:
             print(file=sender.stdin, flush=True)
@@ -240,16 +242,16 @@ def preprocessing(server: Server, size: tuple[int, int], in_flight: int) -> Iter
 
 
 def sender(arguments: str) -> None:
-    """In a process of its own: keeps images in flight, and says how many are done for each line read."""
+    """Runs in a process of its own: keeps images in flight, and prints the number done for each line read."""
     address, width, height, in_flight = arguments.split()
     with handles(address) as stage:
         asyncio.run(_sender(stage("MMPreprocessor"), (int(width), int(height)), int(in_flight)))
 
 
-async def _sender(preprocessor: Any, size: tuple[int, int], in_flight: int) -> None:
+async def _sender(preprocessor: DeploymentHandle, size: tuple[int, int], in_flight: int) -> None:
     item = await photo(*size)
     async with kept_busy(partial(preprocess, preprocessor, item), in_flight) as done:
-        print("under way", flush=True)
+        print("in flight", flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             print(len(done), flush=True)
 
@@ -262,7 +264,7 @@ async def photo(width: int, height: int) -> Media:
     return Media(Modality.IMAGE, "", pack({"pixels": pixels}), {}, 0, "image/jpeg")
 
 
-async def preprocess(preprocessor: Any, item: Media) -> object:
+async def preprocess(preprocessor: DeploymentHandle, item: Media) -> object:
     return await preprocessor.process.remote(new(item), None, TIMEOUT_S)
 
 
@@ -270,7 +272,7 @@ _numbers = itertools.count()
 
 
 def new(item: Media) -> Media:
-    """The same pixels as an item that nobody has seen."""
+    """Returns the same pixels as an item with a digest of its own, so that no cache knows it."""
     return replace(item, digest=f"{os.getpid()}-{next(_numbers)}")
 
 
@@ -288,7 +290,7 @@ async def times_of(once: Callable[[], Awaitable[object]], seconds: float) -> lis
 async def kept_busy(
     start: Callable[[], Awaitable[object]], in_flight: int = PREPROCESSING
 ) -> AsyncIterator[list[float]]:
-    """So many calls in flight; gives when each of those that ended inside the block did."""
+    """Keeps `count` calls in flight. Yields the end times of the calls that ended inside the block."""
     done: list[float] = []
 
     async def worker() -> None:
@@ -308,7 +310,7 @@ async def kept_busy(
 
 
 def inside(argument: str) -> None:
-    """In a process of its own: the two kinds of work in threads of one process."""
+    """Runs in a process of its own: does both kinds of work in threads of one process."""
     pools, _, model = argument.partition(" ")
     print(json.dumps(asyncio.run(_inside(pools == "own", model))))
 
@@ -370,14 +372,14 @@ def under_load(server: Server, model: str) -> None:
             before, count = Cpu.now(server.mark), len(done)
             times, health = probing(server, probe)
             _, others = Cpu.now(server.mark).since(before)
-            beside = len(done) - count
+            meanwhile = len(done) - count
             note = f"/health max {max(health):.0f} ms, others {others:.2f} cores"
             print_times("under load", times, idle, note)
             before, count = Cpu.now(server.mark), len(done)
             time.sleep(SECONDS)
             alone, others = Cpu.now(server.mark).since(before)
             count = len(done) - count
-    print(f"  images: {beside / SECONDS:.2f} requests/s beside the texts (goal 9)")
+    print(f"  images: {meanwhile / SECONDS:.2f} requests/s at the same time as the texts")
     print(f"          {count / SECONDS:.2f} requests/s without them, others {others:.2f} cores")
     print("  CPU time in ms    an image   a text   (images alone, texts alone)")
     image_ms = {name: seconds / count * 1000 for name, seconds in alone.items()}
@@ -518,7 +520,7 @@ def replicas(model: str) -> None:
 
 
 def twenty(server: Server) -> None:
-    """One request with 20 images: who works on them, and what it is to another's single image."""
+    """Sends one request with 20 images: which replicas process them, and how another single image fares."""
     one, many = Photo(*SIZES["12 MP"]), Photo(*SIZES["12 MP"], count=MANY)
     with connection(server) as own, connection(server) as other, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
@@ -527,14 +529,14 @@ def twenty(server: Server) -> None:
         busy = pool.submit(rendering, other, many.body(), "many")
         while not (sum(_by_replica(server, "many")) or busy.done()):
             time.sleep(0.02)
-        beside = rendering(own, one.body(), "beside")
+        meanwhile = rendering(own, one.body(), "beside")
         done = sum(_by_replica(server, "many"))
         whole = busy.result()
     print(
         f"  one request with {MANY} images: {whole:.0f} ms, by replica {_by_replica(server, 'many')} of them"
     )
     print(
-        f"  another's single image: {alone:.0f} ms alone, {beside:.0f} ms beside it"
+        f"  another's single image: {alone:.0f} ms alone, {meanwhile:.0f} ms meanwhile"
         f" (when it was answered, {done} of the {MANY} were done)",
         flush=True,
     )
@@ -545,14 +547,14 @@ def rendering(own: http.client.HTTPConnection, body: bytes, request_id: str) -> 
 
 
 def _by_replica(server: Server, request_id: str) -> list[int]:
-    """How many items of a request each preprocessor has done."""
+    """Returns the number of items of a request that each preprocessor has processed."""
     files = (server.logs / "serve").glob("replica_headrace_MMPreprocessor_*.log")
     lines = [file.read_text().splitlines() for file in files]
     return [sum("preprocessed" in line and request_id in line for line in each) for each in lines]
 
 
 def bare(model: str) -> None:
-    """In a process of its own: images a second, by transformers' processor and by ours."""
+    """Runs in a process of its own: images a second, by the processor of transformers and by ours."""
     from deployments.processor.checkpoint import load_processor
 
     _, processors = stages_inside(model)
@@ -613,7 +615,7 @@ def latency(server: Server, model: str) -> None:
 
 
 def in_a_row(model: str) -> None:
-    """In a process of its own: bodies on stdin, milliseconds on stdout."""
+    """Runs in a process of its own: reads bodies from stdin, prints milliseconds."""
     import torch
 
     from deployments.processor.checkpoint import load_model

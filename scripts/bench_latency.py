@@ -1,10 +1,10 @@
-"""Latency of small requests on a warm, idle server, and where the time goes.
+"""Measures the latency of small requests on a warm, idle server, by stage.
 
-    .venv/bin/python scripts/bench_latency.py [--url http://127.0.0.1:8000] [-n 50]
+    python -m scripts.bench_latency [--url http://127.0.0.1:8000] [-n 50]
 
-Sends a short text and a 224 px image `n` times each, one after the other over one connection: time to the
-first token, time to the end, and, from `render`, the milliseconds that each stage worked (`service`) and that
-the request waited for it or travelled (`queue`). Every image is new, so no cache answers.
+Sends a short text and a 224 px image `n` times each, one after the other over one connection. Prints time to
+first token, time to the end and, from `render`, the milliseconds that each stage worked (`service`) and that
+the request waited for the stage or travelled (`queue`). Every image is new, so that no cache answers.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def render(connection: http.client.HTTPConnection, body: Body) -> dict[str, tupl
     """Queue and service of each stage; of the whole request, the client's view and the server's."""
     start = time.perf_counter()
     connection.request("POST", "/v1/chat/completions/render", json.dumps(body))
-    told = json.loads(connection.getresponse().read())
+    body = json.loads(connection.getresponse().read())
     wall = (time.perf_counter() - start) * 1000
-    times = told["timings_ms"]
+    times = body["timings_ms"]
     stages = {"tokenize": times["tokenize"]}
-    for item in told["items"]:
+    for item in body["items"]:
         stages |= item["timings_ms"]
     columns = {stage: (t["queue"], t["service"]) for stage, t in stages.items()}
     return {"intake": (0.0, times["intake"]), **columns, "render": (wall - times["total"], times["total"])}

@@ -1,9 +1,9 @@
-"""What recording metrics costs: requests with and without it in turn, in one process and one run.
+"""Measures the cost of recording metrics: requests with and without it, alternating, in one process and run.
 
-    python scripts/bench_overhead.py [-n 200]
+    python -m scripts.bench_overhead [-n 200]
 
-The stages run in Serve's local mode, where a request costs less than between processes: the share that is
-printed is more than a server's. Beside it, what it costs to hand them to Ray, once a second.
+The stages run in Serve's local mode, where a request costs less than between processes. The printed share is
+therefore higher than in a server. Also prints the cost of passing the metrics to Ray once a second.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import contextlib
 import logging
 import statistics
 import time
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import httpx
 import ray
+from starlette.types import Receive, Scope, Send
 
 from app import calls, observe
 from app.config import AppConfig
@@ -63,8 +64,8 @@ async def compare(n: int) -> None:
             )
 
 
-async def seconds_for(client: httpx.AsyncClient, body: Any) -> float:
-    """Of CPU of the process."""
+async def seconds_for(client: httpx.AsyncClient, body: dict[str, object]) -> float:
+    """CPU seconds of the process."""
     start = time.process_time()
     response = await client.post(PATH, json=body)
     assert response.status_code == 200, response.text
@@ -72,12 +73,12 @@ async def seconds_for(client: httpx.AsyncClient, body: Any) -> float:
 
 
 @contextlib.contextmanager
-def off() -> Any:
+def off() -> Iterator[None]:
     """Nothing is counted, and nothing is asked whether to count."""
 
     def nothing(*_: object, **__: object) -> None: ...
 
-    async def passes(self: Any, scope: Any, receive: Any, send: Any) -> None:
+    async def passes(self: observe.RequestTimes, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
     with contextlib.ExitStack() as stack:
@@ -95,7 +96,7 @@ def off() -> Any:
 
 
 def recording() -> None:
-    """What is recorded of a text request, by itself: the engine's own CPU time varies by more than that."""
+    """Measures only the recording of a text request: the engine's CPU time varies by more than that."""
 
     def request() -> None:
         with observe.intake():
@@ -115,8 +116,8 @@ def recording() -> None:
         return (time.process_time() - start) / n
 
     observe._SEEN.set(observe._Seen(observe.GENERATES, time.perf_counter()))
-    told = 1e6 * min(seconds() for _ in range(10))
-    print(f"recording a text request of 32 tokens: {told:.0f} us of CPU")
+    microseconds = 1e6 * min(seconds() for _ in range(10))
+    print(f"recording a text request of 32 tokens: {microseconds:.0f} us of CPU")
 
 
 def hand_over() -> None:

@@ -1,11 +1,11 @@
-"""From which size on a text travels better through the object store than in the message.
+"""Measures from which size on a text travels faster through the object store than in the message.
 
-    RAY_worker_niceness=0 .venv/bin/python -m scripts.bench_payload [-n 200]
+    RAY_worker_niceness=0 python -m scripts.bench_payload [-n 200]
 
-With the settings of Serve in serve_config.yaml. One replica hands a text in pieces to another, in a message
-of gRPC and by reference through Ray, in alternation: pack, call through a handle, unpack, read every byte.
-Medians of `n`. `loop` is the longest time in which the sender's loop could do nothing else, which other
-requests feel.
+Uses the settings of Serve in serve_config.yaml. One replica sends a text in pieces to another, in a gRPC
+message and by reference through Ray, alternating: pack, call through a handle, unpack, read every byte.
+Prints medians of `n`. `loop` is the longest time for which the sender's event loop was blocked, which other
+requests notice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import asyncio
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import yaml
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from deployments.runtime import payload
 from deployments.runtime.payload import pack_pieces, unpack_pieces
@@ -38,7 +38,7 @@ class Receiver:
 
 
 class Sender:
-    def __init__(self, receiver: Any) -> None:
+    def __init__(self, receiver: DeploymentHandle) -> None:
         self._receiver = receiver
 
     async def compare(self, num_bytes: int, n: int) -> list[tuple[float, float]]:

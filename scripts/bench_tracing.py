@@ -1,12 +1,12 @@
-"""What it costs to tell where a request's time went: timings and traces, off and on, in one run.
+"""Measures the cost of timings and traces, off and on, in one run.
 
-    .venv/bin/python scripts/bench_tracing.py [-n 60]
+    python -m scripts.bench_tracing [-n 60]
 
-Two servers of the shipped kind run side by side, one of them sends traces to a collector in this process. The
-same two requests, a short text and a new 224 px image, go to them in turn: plain, with `timings`, and traced.
-Milliseconds to the end, CPU milliseconds of all of the server's replicas, and how much of a request's time,
-by the client's clock, `timings_ms` tells. Then what the hooks of one request with an image cost where tracing
-is off, and what it costs to export a span, which happens later, in a thread.
+Runs two shipped servers side by side; one sends traces to a collector in this process. Both get the same two
+requests in turn, a short text and a new 224 px image: plain, with `timings`, and traced. Prints milliseconds
+to the end, CPU milliseconds of all replicas, and the share of the client's time that `timings_ms` accounts
+for. Also prints the cost of the hooks of one request with an image when tracing is off, and the cost of
+exporting a span, which happens later in a thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from deployments.runtime import tracing
 from scripts.bench_latency import Body, image_request, text_request
-from tests.support.cluster import Server, free_ports, read
+from tests.support.cluster import ServeConfig, Server, free_ports, read
 from tests.support.collector import Collector, listening
 
 WARM_UP = 5
@@ -48,7 +48,7 @@ def main() -> None:
     (port,) = free_ports(1)
     collector = Collector(f"http://127.0.0.1:{port}")
 
-    def trace(config: dict[str, Any]) -> None:
+    def trace(config: ServeConfig) -> None:
         config["applications"][0]["args"]["otlp_endpoint"] = collector.url
 
     with (
@@ -61,7 +61,7 @@ def main() -> None:
             print(f"{name}, median of {args.n}:")
             times: dict[str, list[float]] = defaultdict(list)
             cpu: dict[str, float] = defaultdict(float)
-            told = []
+            accounted = []
             for seed in range(args.n + WARM_UP):
                 ways = {
                     "off": (plain, make(3 * seed)),
@@ -72,7 +72,7 @@ def main() -> None:
                     before = cpu_ms(server)
                     ms, answer = send(server, body)
                     if seed >= WARM_UP:
-                        told += [answer["timings_ms"]["total"] / ms] if way == "timings" else []
+                        accounted += [answer["timings_ms"]["total"] / ms] if way == "timings" else []
                         times[way].append(ms)
                         cpu[way] += cpu_ms(server) - before
             base = statistics.median(times["off"])
@@ -80,7 +80,7 @@ def main() -> None:
                 median = statistics.median(column)
                 ratio, each = median / base, cpu[way] / args.n
                 print(f"    {way:<8} {median:6.1f} ms ({ratio:.3f}x), {each:6.1f} ms of CPU")
-            print(f"    timings_ms tell {statistics.median(told):.1%} of what the client waits")
+            print(f"    timings_ms account for {statistics.median(accounted):.1%} of the client's wait")
         print(
             f"spans: {len(collector.spans)}, a request: {len(collector.spans) / 2 / (args.n + WARM_UP):.1f}"
         )
@@ -119,7 +119,7 @@ def export_us(collector: Collector) -> float:
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     tracer = provider.get_tracer("bench")
-    attributes: Any = {
+    attributes: dict[str, str | int] = {
         "param": "messages[0].content[0]",
         "modality": "image",
         "num_bytes": 1,
@@ -150,13 +150,13 @@ def hooks_us() -> float:
 
     served, traced, plain = tracing.served(nothing), tracing.traced("decode")(int), int
 
-    async def awaited(what: Any) -> float:
+    async def awaited(what: Callable[[], Awaitable[object]]) -> float:
         start = time.perf_counter()
         for _ in range(loops):
             await what()
         return (time.perf_counter() - start) / loops * 1e6
 
-    def timed(what: Any) -> float:
+    def timed(what: Callable[[], object]) -> float:
         start = time.perf_counter()
         for _ in range(loops):
             what()

@@ -1,10 +1,10 @@
-"""Ask a running server about mixed media that its model has never seen, and count what it gets right.
+"""Asks a running server about mixed media that its model has never seen, and counts the right answers.
 
-    .venv/bin/python scripts/eval_served.py [--prompts 10] [--items 4] [--seed 7000]
+    python -m scripts.eval_served [--prompts 10] [--items 4] [--seed 7000]
 
-Each prompt has `items` items, at least one of each modality, in an order of its own, sent as the files that
-a person would send: PNG or JPEG, WAV or MP3, H.264. Prints every answer, then how many items and whole
-prompts are right.
+Each prompt has `items` items in random order, at least one of each modality, sent as the files that a person
+would send: PNG or JPEG, WAV or MP3, H.264. Prints every answer, and then the number of right items and
+prompts.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def main() -> None:
     print(f"{items_right} of {num_items} items, {prompts_right} of {args.prompts} whole prompts right")
 
 
-def prompt(seed: int, num_items: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Content parts, and what the answer should say of each."""
+def prompt(seed: int, num_items: int) -> tuple[list[dict[str, object]], list[str]]:
+    """Returns content parts, and the right answer for each."""
     rng = np.random.default_rng(seed)
     modalities: list[Modality] = ["image", "audio", "video"]
     drawn = [*modalities, *rng.choice(modalities, num_items - len(modalities))]
-    parts, wanted, seen = [], [], dict.fromkeys(modalities, 0)
+    parts: list[dict[str, object]] = []
+    wanted, seen = [], dict.fromkeys(modalities, 0)
     for index, choice in enumerate(rng.permutation(drawn)):
         modality: Modality = str(choice)  # type: ignore[assignment]
         item = make_item(modality, seed, index)
@@ -90,7 +91,7 @@ def prompt(seed: int, num_items: int) -> tuple[list[dict[str, Any]], list[str]]:
     return parts, wanted
 
 
-def ask(url: str, content: list[dict[str, Any]]) -> str:
+def ask(url: str, content: list[dict[str, object]]) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 200}).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as response:

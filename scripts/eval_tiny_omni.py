@@ -1,8 +1,10 @@
-"""Measure tiny-omni on media it has never seen: `python scripts/eval_tiny_omni.py [--model DIR] [--n 200]`.
+"""Measures tiny-omni on media that it has never seen.
 
-Each prompt goes the way a request goes: chat template, processor, greedy generation. An answer is right only
-if it is right to the letter, with every item named and in order. "items" is the share of items named right at
-their place.
+    python -m scripts.eval_tiny_omni [--model DIR] [--n 200]
+
+Each prompt takes the way of a request: chat template, processor, greedy generation. An answer is right only
+if every letter is right, with every item named and in order. "items" is the share of items with the right
+name in the right place.
 """
 
 import argparse
@@ -97,7 +99,7 @@ class Model:
         self.model = AutoModelForMultimodalLM.from_pretrained(folder, local_files_only=True).eval()
 
     def answer(self, messages: list[dict[str, Any]], items: list[tuple[Modality, Any]] | None = None) -> str:
-        """What the model says to `messages`, whose media are `items`: (modality, data) in order."""
+        """Returns the answer to `messages`, whose media are `items`: (modality, data) in order."""
         inputs = process(self.processor, messages, items or [])
         out = self.model.generate(**inputs)[0, inputs["input_ids"].shape[1] :]
         return str(self.processor.decode(out, skip_special_tokens=True))

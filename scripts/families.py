@@ -1,7 +1,7 @@
 """Compares items that are processed separately with one call of the processor, for each family in the tests.
 
 python -m scripts.families            prints docs/families.md
-python -m scripts.families --write    writes it; tests/deployments/processor/test_families.py keeps it true
+python -m scripts.families --write    writes it; tests/scripts/test_families.py keeps it true
 """
 
 from __future__ import annotations

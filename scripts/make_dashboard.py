@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboard and the table in docs/metrics.md, both from deployments/runtime/metrics.py.
+"""Generates the Grafana dashboard and the table in docs/metrics.md from deployments/runtime/metrics.py.
 
 python -m scripts.make_dashboard
 """
@@ -8,20 +8,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deployments.runtime import metrics as m
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "docs" / "grafana" / "headrace.json"
 TABLE = ROOT / "docs" / "metrics.md"
-BEGIN, END = "<!-- made by scripts/make_dashboard.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by scripts/make_dashboard.py -->\n\n", "\n<!-- end -->\n"
 
 _WIDTH, _HEIGHT, _IN_A_ROW = 24, 8, 3
 
 
 def name(metric: m.Metric, part: str = "") -> str:
-    """As Prometheus has it: Ray puts `ray_` before each name, and `_total` behind those of counters."""
+    """Returns the name in Prometheus: Ray prefixes `ray_`, and appends `_total` for counters."""
     return f"ray_{metric.name}{part}" + ("" if isinstance(metric, m.Gauge) else "_total")
 
 
@@ -222,8 +221,8 @@ def _stage(stage: str, steps: list[str]) -> Row:
     return Row(stage, panels)
 
 
-def dashboard() -> dict[str, Any]:
-    panels: list[dict[str, Any]] = []
+def dashboard() -> dict[str, object]:
+    panels: list[dict[str, object]] = []
     y = 0
     for row in rows():
         panels.append(_placed({"type": "row", "title": row.title, "collapsed": False}, 0, y, _WIDTH, 1))
@@ -255,11 +254,11 @@ def dashboard() -> dict[str, Any]:
 _SOURCE = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
-def _placed(panel: dict[str, Any], x: int, y: int, width: int, height: int) -> dict[str, Any]:
+def _placed(panel: dict[str, object], x: int, y: int, width: int, height: int) -> dict[str, object]:
     return panel | {"gridPos": {"x": x, "y": y, "w": width, "h": height}}
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
+def _panel(panel: Panel) -> dict[str, object]:
     source = {"type": "prometheus", "uid": "${datasource}"}
     stacking = {"stacking": {"mode": "normal"}, "fillOpacity": 60} if panel.stacked else {"fillOpacity": 8}
     return {
@@ -277,16 +276,19 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def table() -> str:
-    lines = ["| metric | type | unit | tags | |", "|---|---|---|---|---|"]
+    lines = [
+        "| metric | type | unit | tags | meaning |",
+        "| -- | -- | -- | -- | -- |",
+    ]  # as mdformat writes it
     for metric in m.ALL:
         tags = ", ".join(f"`{tag}`" for tag in metric.tags)
-        told = f"ray_{metric.name}" if isinstance(metric, m.Histogram) else name(metric)
-        lines.append(f"| `{told}` | {metric.kind} | {metric.unit} | {tags} | {metric.help} |")
+        shown = f"ray_{metric.name}" if isinstance(metric, m.Histogram) else name(metric)
+        lines.append(f"| `{shown}` | {metric.kind} | {metric.unit} | {tags} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
 def documented() -> str:
-    """docs/metrics.md as it should be."""
+    """Returns the up-to-date text of docs/metrics.md."""
     before, _, rest = TABLE.read_text().partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 

@@ -1,4 +1,4 @@
-"""Make the sample media that the documentation uses: `python scripts/make_samples.py`."""
+"""Makes the sample media of the documentation: `python -m scripts.make_samples`."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Pictures of the page and of Ray's dashboard, of a server that runs.
+"""Takes screenshots of the page and of Ray's dashboard, for a running server.
 
-    python scripts/screenshots.py FOLDER [--url http://127.0.0.1:8000] [--dashboard http://127.0.0.1:8265]
+    python -m scripts.screenshots FOLDER [--url http://127.0.0.1:8000] [--dashboard http://127.0.0.1:8265]
 
-Writes page-answered.png, page-dark.png, page-streaming.png (under load, so that the stages have something to
-show), page-narrow.png, page-error.png, dashboard-serve.png and dashboard-application.png.
-Needs chromedriver; see webdriver.py.
+Writes page-answered.png, page-dark.png, page-streaming.png (under load, so that the stages have work to
+show), page-narrow.png, page-error.png, dashboard-serve.png and dashboard-application.png. Needs
+chromedriver; see tests/support/browser.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.webdriver import ENTER, ESCAPE, Browser
+from selenium.webdriver import Keys
+
+from tests.support.browser import Browser
 
 SAMPLES = Path(__file__).parent.parent / "docs" / "samples"
 MIXED = [SAMPLES / name for name in ("photo.png", "sound.wav", "clip.mp4")]
@@ -78,13 +80,13 @@ def page(browser: Browser, url: str) -> Iterator[tuple[str, bytes]]:
         ask(browser, "what do you see and hear?", MIXED)
         browser.wait("document.querySelector('.answer').textContent.length > 300", 60)
         yield "page-streaming", browser.screenshot()
-        browser.press(ESCAPE)
+        browser.press(Keys.ESCAPE)
 
 
 def ask(browser: Browser, question: str, files: list[Path]) -> None:
     browser.drop(files)
     browser.wait(f"document.querySelectorAll('#attached li').length >= {len(files)}")
-    browser.type("#text", question + ENTER)
+    browser.type("#text", question + Keys.ENTER)
 
 
 @contextmanager

@@ -1,17 +1,17 @@
-"""Mixed traffic at saturation over HTTP: is any request lost, and does memory stay flat?
+"""Sends mixed traffic at saturation over HTTP: is any request lost, and does memory stay flat?
 
-    .venv/bin/python scripts/soak.py MINUTES [--overload SECONDS]
+    python -m scripts.soak MINUTES [--overload SECONDS]
 
-The server is the shipped one, on ports of its own, with caches so small that they are soon full. Requests are
-texts, images, sounds, videos and embeddings, new and known ones, whole and as streams, with several answers,
-stop strings and logprobs; some clients leave before or in the middle of the answer, and some requests are
-wrong. As many are open as keep the median answer below ANSWER_S; one that is refused for want of room makes
-them fewer.
+Starts the shipped server on ports of its own, with caches small enough to fill soon. Requests are texts,
+images, sounds, videos and embeddings, new and repeated ones, whole and streamed, with several answers, stop
+strings and logprobs. Some clients leave before or during the answer, and some requests are invalid. The
+number of open requests grows as long as the median answer takes less than ANSWER_S; a refusal for lack of
+room lowers it.
 
-Every request has one outcome: answered (and whole: each answer has its end), left (as planned), wrong (and
-told so by a 4xx), refused (503). Anything else is a fault: another status, a stream that breaks off, and
-after HUNG_S, longer than any deadline, a request that hangs. With `--overload`, three times as many as the
-server takes are open for so long at the end; then it must answer as before.
+Every request has one outcome: answered (completely: each answer has its end), left (as planned), invalid (and
+refused with a 4xx), refused (503). Anything else is a fault: another status, a stream that breaks off, or a
+request that hangs longer than HUNG_S, which is longer than any deadline. With `--overload`, three times the
+number of requests that the server takes are open for SECONDS at the end; then it must answer as before.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.support.cluster import Server, marked, read
-from tests.support.synthetic_media import make_item, write_audio, write_clip, write_image
+from tests.support.synthetic_media import Modality, make_item, write_audio, write_clip, write_image
 
 ANSWER_S = 3.0
 HUNG_S = 150.0
@@ -83,7 +84,7 @@ async def soak(server: Server, media: Media, seconds: float, overload_s: float) 
             faults = traffic.report()
             if overload_s:
                 faults += await overload(session, server.url, media, overload_s)
-        await asyncio.sleep(2 * SAMPLE_S)  # what was left is let go of
+        await asyncio.sleep(2 * SAMPLE_S)  # until abandoned requests are released
         left = await asyncio.to_thread(engine)
         busy = {name: left[name] for name in ("running", "waiting", "kv_tokens_used")}
         print(f"\nthe engine at the end: {busy}; {left['generated_tokens']} tokens in {left['steps']} steps,")
@@ -155,12 +156,12 @@ class Traffic:
         print(f"\n{'':10}{'sent':>8}" + "".join(f"{name:>10}" for name in FINE) + "  faults")
         faults = 0
         for kind, sent in self._sent.items():
-            told = self._outcomes[kind]
+            outcomes = self._outcomes[kind]
             expected = "wrong" if kind == "wrong" else "answered"
-            others = {name: n for name, n in told.items() if name not in (expected, "left", "refused")}
-            lost = sent - told.total()
+            others = {name: n for name, n in outcomes.items() if name not in (expected, "left", "refused")}
+            lost = sent - outcomes.total()
             faults += sum(others.values()) + lost
-            figures = "".join(f"{told[name]:10}" for name in FINE)
+            figures = "".join(f"{outcomes[name]:10}" for name in FINE)
             print(f"{kind:10}{sent:8}{figures}  {others or ''}{f' {lost} LOST' if lost else ''}")
         p50, p99 = np.percentile(self._all, [50, 99])
         print(f"answers: p50 {p50:.2f} s, p99 {p99:.2f} s", flush=True)
@@ -171,7 +172,7 @@ FINE = ("answered", "left", "wrong", "refused")
 
 
 async def attempt(session: aiohttp.ClientSession, url: str, body: Body | bytes, leaves: float) -> str:
-    """The outcome. `leaves`: the client closes the connection after so many seconds; 0: it stays."""
+    """Returns the outcome. `leaves`: seconds after which the client closes the connection; 0: never."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         async with (
@@ -183,24 +184,24 @@ async def attempt(session: aiohttp.ClientSession, url: str, body: Body | bytes, 
                 timeout=aiohttp.ClientTimeout(total=None),
             ) as response,
         ):
-            told = await response.read()
+            answer = await response.read()
             if response.status != 200:
                 return {503: "refused"}.get(
                     response.status, "wrong" if response.status < 500 else f"status {response.status}"
                 )
-            return "answered" if isinstance(body, bytes) or is_whole(body, told) else "broken off"
+            return "answered" if isinstance(body, bytes) or is_whole(body, answer) else "broken off"
     except TimeoutError:
         return "left" if leaves else "hung"
     except aiohttp.ClientError as error:
         return f"no answer ({type(error).__name__})"
 
 
-def is_whole(body: Body, told: bytes) -> bool:
+def is_whole(body: Body, answer: bytes) -> bool:
     wanted = list(range(body.get("n", 1)))
     if not body.get("stream"):
-        choices = json.loads(told)["choices"]
+        choices = json.loads(answer)["choices"]
         return [choice["index"] for choice in choices] == wanted and all(c["finish_reason"] for c in choices)
-    *events, done = told.decode().strip().split("\n\n")
+    *events, done = answer.decode().strip().split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     ended = [c["index"] for chunk in chunks for c in chunk.get("choices", []) if c["finish_reason"]]
     return done == "data: [DONE]" and sorted(ended) == wanted
@@ -240,7 +241,7 @@ class Media:
         if kind == "wrong":
             wrong = _WRONG[rng.integers(len(_WRONG))]
             return wrong if isinstance(wrong, bytes) else {"messages": [_user(["hello"])], **wrong}, 0
-        content: list[Any] = [self._part(modality, rng) for modality in _ITEMS.get(kind, ())]
+        content: list[object] = [self._part(modality, rng) for modality in _ITEMS.get(kind, ())]
         words = " ".join(f"word{i}" for i in rng.integers(0, 1000, int(rng.integers(1, 120))))
         body: Body = {
             "messages": [_user([*content, f"{words}. What do you see and hear?"])],
@@ -315,12 +316,12 @@ _WRONG: list[Body | bytes] = [
 ]
 
 
-def _user(content: list[Any]) -> Body:
+def _user(content: list[object]) -> Body:
     parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
     return {"role": "user", "content": parts}
 
 
-def _encoded(folder: Path, modality: Any, index: int) -> bytes:
+def _encoded(folder: Path, modality: Modality, index: int) -> bytes:
     path = folder / f"{index}{_SUFFIX[modality]}"
     write: dict[str, Callable[..., None]] = {"image": write_image, "audio": write_audio, "video": write_clip}
     write[modality](path, make_item(modality, 0, index).data)
@@ -337,14 +338,14 @@ def _unlike(modality: str, data: bytes, serial: int) -> bytes:
     return data[:-208] + struct.pack("<Q", serial) + samples.tobytes()
 
 
-def _npy(array: np.ndarray[Any, Any]) -> str:
+def _npy(array: NDArray[np.float64]) -> str:
     buffer = io.BytesIO()
     np.save(buffer, array.astype(np.float32))
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 class Memory:
-    """What each of the server's processes holds that is its own, and what the object store holds."""
+    """Returns the private memory of each process of the server, and the size of the object store."""
 
     def __init__(self, server: Server, store: Callable[[], tuple[int, int]]) -> None:
         self._server, self._store = server, store
@@ -379,7 +380,7 @@ class Memory:
         return sizes
 
     def verdict(self) -> str:
-        """What grew; empty: nothing."""
+        """Returns a description of what grew; empty if nothing did."""
         warm = min(WARM_UP * self._seconds, 300)
         rows = [(at, sizes) for at, sizes in self._rows if at >= warm]
         minutes = np.array([at for at, _ in rows]) / 60

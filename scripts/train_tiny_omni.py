@@ -1,17 +1,17 @@
-"""Train tiny-omni, the default model, from nothing: `python scripts/train_tiny_omni.py --out DIR`.
+"""Trains tiny-omni, the default model, from nothing: `python -m scripts.train_tiny_omni --out DIR`.
 
-The model is a `Qwen2_5OmniThinkerForConditionalGeneration` of about two million parameters that names
-coloured shapes, sounds and motions (see `synthetic_media.py`). Everything is made here: the tokenizer,
-the chat template, the processor configuration and the weights.
+The model is a `Qwen2_5OmniThinkerForConditionalGeneration` with about two million parameters. It names
+coloured shapes, sounds and motions (see tests/support/synthetic_media.py). The tokenizer, the chat template,
+the processor configuration and the weights are all made here.
 
-The schedule is counted in steps and every draw is seeded, so that the same machine makes the same weights:
+The schedule counts steps and every draw is seeded, so that one machine always makes the same weights:
 
-1. a pool of items is made and brought to the size the encoders see;
-2. the encoders learn alone, each with throw-away heads on a weighted mean of its output tokens;
-3. the language model learns conversations over the frozen features of the pool, one item at first, then up
-   to twenty: with every item averaged to two tokens, where it soon learns which ordinal belongs to which
-   item, and then with all of them;
-4. the whole model is trained together for a while.
+1. Make a pool of items in the size that the encoders see.
+2. Train the encoders alone, each with temporary heads on a weighted mean of its output tokens.
+3. Train the language model on conversations over the frozen features of the pool, with one item at first
+   and up to twenty later. At first every item is averaged to two tokens, with which the model soon learns
+   which ordinal belongs to which item; then it gets all tokens.
+4. Train the whole model together for a while.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The running server that the tests marked `cluster` share, and a browser to look at it with."""
+"""Fixtures of all tests: the running server that tests marked `cluster` share, and a browser."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.support.browser import DRIVER, Browser
 from tests.support.cluster import Server
-from tests.support.webdriver import DRIVER, Browser
 
-# pytest's own time limit holds; how long one example takes says more about the machine.
+# pytest limits the time of a test. The time of one example depends mostly on the machine.
 settings.register_profile("headrace", deadline=None)
 settings.load_profile("headrace")
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Of torch, as in the stages: with several, the last bit depends on how much is computed at once."""
+    """Limits torch to one thread, as in the stages. With several, the last bit depends on the batch size."""
     import torch
 
     before = torch.get_num_threads()
@@ -35,6 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def browser() -> Iterator[Browser]:
     if DRIVER is None:
-        pytest.skip("no chromedriver: install Debian's packages chromium and chromium-driver")
+        pytest.skip("chromedriver is missing: install Debian's packages chromium and chromium-driver")
     with Browser.start() as running:
         yield running

@@ -1,4 +1,4 @@
-"""What tiny-omni is asked and what it answers: conversations about items by their labels alone."""
+"""Conversations that tiny-omni learns: questions about items and the answers, made from labels alone."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -148,7 +148,7 @@ def name_one(labels: Sequence[tuple[Modality, str]], modality: Modality, ordinal
 class Conversation:
     """Messages with their media, and what a right assistant says.
 
-    `items` holds (modality, key) in order, where the key is whatever `draw` returned. Assistant messages that
+    `items` holds (modality, key) in order, where `draw` returned the key. Assistant messages that
     are in `taught` (indices of `messages`) are right answers; the last message is one of them.
     """
 
@@ -159,7 +159,7 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """What the last message, an assistant's, should say."""
+        """The right text of the last message, an assistant's."""
         return str(self.messages[-1]["content"])
 
 

@@ -228,7 +228,7 @@ class Descent:
 
     @property
     def factor(self) -> float:
-        """What the learning rates are multiplied with at this step."""
+        """Returns the factor of the learning rates at this step."""
         warm = max(1, min(50, self.steps // 25))
         return min((self.done + 1) / warm, 1.0, max(0.01, 1.25 * (1 - self.done / self.steps)))
 

@@ -37,8 +37,8 @@ def sample_indices(total_num_frames: int) -> list[int]:
     return [int(index) for index in indices]
 
 
-def video_kwargs(clips: Sequence[Clip]) -> dict[str, Any]:
-    """What the processor is told about clips sampled with `sample_indices`."""
+def video_kwargs(clips: Sequence[Clip]) -> dict[str, object]:
+    """Metadata for the processor about clips sampled with `sample_indices`."""
     return {
         "do_sample_frames": False,
         "video_metadata": [
@@ -93,7 +93,7 @@ class Features:
 
     @property
     def num_tokens(self) -> int:
-        """How many embeddings the encoder makes of it."""
+        """Number of embeddings that the encoder makes of it."""
         if self.modality == "audio":
             return int(((self.array.shape[1] - 1) // 2 - 1) // 2 + 1)
         time_, height, width = self.grid

@@ -293,7 +293,7 @@ def live_embeddings(model: Qwen2_5OmniThinkerForConditionalGeneration, pool: Poo
 
 @dataclass(frozen=True)
 class Stage:
-    """How a stage that learns conversations goes."""
+    """Settings of a stage that learns conversations."""
 
     steps: int
     rate: float  # of the matrices of the language model

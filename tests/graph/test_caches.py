@@ -1,4 +1,4 @@
-"""What was seen before is not worked on again: the preprocessing stage alone, and over the API."""
+"""Repeated items are not processed again: the preprocessing stage alone, and over the API."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from deployments.errors import ArraysEvicted, UnknownUUID
 from deployments.runtime.payload import unpack
 from deployments.stages.mm_preprocessor import MMPreprocessor, MMPreprocessorConfig
 from deployments.types import Media, MediaUUID, Modality
-from tests.app.http.test_routes import png
-from tests.support.local_graph import LocalGraph, chat
+from tests.support.local_graph import LocalGraph
+from tests.support.requests import COMPLETIONS, RENDER, chat, image_part
 from tests.support.tiny_models import DECODER, image, qwen_vl
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
-RENDER = "/v1/chat/completions/render"
 CAT = MediaUUID("", Modality.IMAGE, "cat")
 
 
@@ -34,7 +33,7 @@ def left_out(media: Media) -> Media:
     return replace(media, payload=None)
 
 
-async def test_what_was_processed_before_needs_no_arrays(stage: MMPreprocessor) -> None:
+async def test_a_processed_item_needs_no_arrays(stage: MMPreprocessor) -> None:
     media, _ = image(1)
     with pytest.raises(ArraysEvicted):
         await stage.process(left_out(media), None, 30)
@@ -64,7 +63,7 @@ async def test_equal_items_at_once_are_processed_once(
     assert len({each.digest for each in features}) == 1
 
 
-async def test_a_name_means_what_was_sent_with_it_last(stage: MMPreprocessor) -> None:
+async def test_a_uuid_recalls_the_item_last_sent_with_it(stage: MMPreprocessor) -> None:
     with pytest.raises(UnknownUUID, match="No image is known by the uuid 'cat'"):
         await stage.recall(CAT)
     for seed in (3, 4):
@@ -81,7 +80,7 @@ async def test_a_name_means_what_was_sent_with_it_last(stage: MMPreprocessor) ->
         await stage.recall(CAT)
 
 
-async def test_a_stage_may_keep_nothing() -> None:
+async def test_a_cache_of_zero_bytes_keeps_nothing() -> None:
     stage = MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), cache_bytes=0), DECODER)
     media, _ = image(1)
     assert not (await stage.describe()).caches
@@ -110,35 +109,35 @@ async def rendered(api: httpx.AsyncClient, *content: object, **fields: object) -
 
 
 async def test_an_image_sent_again_is_neither_decoded_nor_processed(api: httpx.AsyncClient) -> None:
-    first = await rendered(api, png((1, 2, 3)))
-    again = await rendered(api, "what?", png((1, 2, 3)))
+    first = await rendered(api, image_part((1, 2, 3)))
+    again = await rendered(api, "what?", image_part((1, 2, 3)))
     assert (first["cached"], again["cached"]) == (False, True)
     for key in ("digest", "media", "features", "num_tokens", "source"):
         assert again[key] == first[key]
 
 
-async def test_previews_are_made_of_what_is_cached_too(api: httpx.AsyncClient) -> None:
-    await rendered(api, png((3, 2, 1)))
-    assert (await rendered(api, png((3, 2, 1)), previews=True))["previews"]
+async def test_a_cached_item_has_previews_too(api: httpx.AsyncClient) -> None:
+    await rendered(api, image_part((3, 2, 1)))
+    assert (await rendered(api, image_part((3, 2, 1)), previews=True))["previews"]
 
 
-async def test_what_the_preprocessor_lost_is_decoded_again(api: httpx.AsyncClient, graph: LocalGraph) -> None:
-    first = await rendered(api, png((9, 9, 9)))
+async def test_an_item_that_was_evicted_is_decoded_again(api: httpx.AsyncClient, graph: LocalGraph) -> None:
+    first = await rendered(api, image_part((9, 9, 9)))
     await graph.preprocessor.reset_cache.remote()
-    again = await rendered(api, png((9, 9, 9)))
+    again = await rendered(api, image_part((9, 9, 9)))
     assert not again["cached"]
     assert again["digest"] == first["digest"]
 
 
-async def test_an_item_by_its_uuid_alone(api: httpx.AsyncClient) -> None:
-    named = png((5, 5, 5)) | {"uuid": "mine"}
+async def test_an_item_is_recalled_by_its_uuid_alone(api: httpx.AsyncClient) -> None:
+    named = image_part((5, 5, 5)) | {"uuid": "mine"}
     alone = {"type": "image_url", "image_url": None, "uuid": "mine"}
     first = await rendered(api, named)
     again = await rendered(api, alone)
     assert again["digest"] == first["digest"]
     assert again["source"] == {"kind": "name", "bytes": first["source"]["bytes"], "mime": "image/png"}
     answers = [
-        (await api.post("/v1/chat/completions", json=chat(part, "what is this?", max_tokens=8))).json()
+        (await api.post(COMPLETIONS, json=chat(part, "what is this?", max_tokens=8))).json()
         for part in (named, alone)
     ]
     assert answers[0]["choices"] == answers[1]["choices"]
@@ -149,7 +148,7 @@ async def test_an_item_by_its_uuid_alone(api: httpx.AsyncClient) -> None:
         assert refused.json()["error"]["param"] == "messages[0].content[0]"
 
 
-async def test_what_is_being_processed_needs_no_arrays(stage: MMPreprocessor) -> None:
+async def test_an_item_in_flight_needs_no_arrays(stage: MMPreprocessor) -> None:
     media, _ = image(5)
     first, joined = await asyncio.gather(
         stage.process(media, None, 30), stage.process(left_out(media), None, 30)

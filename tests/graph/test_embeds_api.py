@@ -19,14 +19,14 @@ from app.openai.protocol import parse_chat_request
 from deployments.errors import UnsupportedMedia
 from deployments.processor.checkpoint import load_model
 from deployments.types import Modality
-from tests.deployments.media.test_embed_files import CORPUS, corpus
-from tests.support.local_graph import LocalGraph, chat
+from tests.support.corpus import embedding_files
+from tests.support.local_graph import LocalGraph
+from tests.support.paths import CORPUS
+from tests.support.requests import COMPLETIONS, RENDER, chat
 from tests.support.tiny_models import OMNI, Encoded, as_sent, encoded_by_omni, tokenizer, wide_omni
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
-COMPLETIONS = "/v1/chat/completions"
-RENDER = f"{COMPLETIONS}/render"
 PLACE = "messages[0].content[0]"
 
 
@@ -65,14 +65,14 @@ def base64(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("sample", ["photo.png", "sound.wav", "clip.mp4"])
-async def test_embeddings_answer_as_their_media(api: httpx.AsyncClient, sample: str) -> None:
+async def test_embeddings_give_the_answer_of_their_media(api: httpx.AsyncClient, sample: str) -> None:
     item = encoded_by_omni(sample)
     by_media = await answer(api, item.media, "what is it?")
     assert await answer(api, item.embeds, "what is it?") == by_media
     assert by_media.strip()
 
 
-async def test_what_render_shows(api: httpx.AsyncClient, image: Encoded) -> None:
+async def test_render_shows_embeddings_like_media(api: httpx.AsyncClient, image: Encoded) -> None:
     response = await api.post(RENDER, json=chat("a", image.embeds, previews=True))
     (item,) = response.json()["items"]
     sent = image.embeds["image_embeds"]
@@ -90,7 +90,7 @@ async def test_what_render_shows(api: httpx.AsyncClient, image: Encoded) -> None
     assert response.json()["prompt_token_ids"] == by_media["prompt_token_ids"]
 
 
-async def test_embedded_text_answers_as_the_text(api: httpx.AsyncClient, image: Encoded) -> None:
+async def test_embedded_text_gives_the_answer_of_the_text(api: httpx.AsyncClient, image: Encoded) -> None:
     encoder = tokenizer(OMNI)
     words = encoder._tokenizer.encode("what is it?", add_special_tokens=False)
     rows = load_model(OMNI, "cpu", "auto").get_input_embeddings()(torch.tensor(words)).detach()
@@ -104,7 +104,7 @@ async def test_embedded_text_answers_as_the_text(api: httpx.AsyncClient, image: 
     assert ids == [filler] * len(words)
 
 
-async def test_usage_counts_embeddings_as_their_media(api: httpx.AsyncClient, image: Encoded) -> None:
+async def test_usage_counts_embeddings_like_their_media(api: httpx.AsyncClient, image: Encoded) -> None:
     usages = [
         (await api.post(COMPLETIONS, json=chat(part, max_tokens=1))).json()["usage"]
         for part in (image.media, image.embeds)
@@ -113,26 +113,26 @@ async def test_usage_counts_embeddings_as_their_media(api: httpx.AsyncClient, im
     assert usages[0]["prompt_tokens_details"]["image_tokens"] == len(image.values)
 
 
-async def test_a_tensor_alone_where_no_more_is_needed(api: httpx.AsyncClient) -> None:
+async def test_a_bare_tensor_is_accepted_if_the_model_needs_no_more(api: httpx.AsyncClient) -> None:
     sound = encoded_by_omni("sound.wav")
     bare = {"type": "audio_embeds", "audio_embeds": sound.embeds["audio_embeds"]["audio_embeds"]}
     assert await answer(api, bare, "what?") == await answer(api, sound.media, "what?")
 
 
-async def test_a_long_one_stays_out_of_line(api: httpx.AsyncClient) -> None:
+async def test_a_long_embedding_is_accepted(api: httpx.AsyncClient) -> None:
     part = {"type": "audio_embeds", "audio_embeds": base64(torch.randn(1000, 128))}
     response = await api.post(RENDER, json=chat(part))
     assert response.json()["items"][0]["num_tokens"] == 1000
 
 
-async def test_more_tokens_than_the_context(api: httpx.AsyncClient) -> None:
+async def test_embeddings_longer_than_the_context_are_refused(api: httpx.AsyncClient) -> None:
     part = {"type": "audio_embeds", "audio_embeds": base64(torch.randn(5000, 128))}
     error = await refusal(api, 400, part)
     assert error["code"] == "context_length_exceeded"
     assert f"{PLACE} has 5000 of them" in error["message"]
 
 
-async def test_limits_count_embeddings_too(api: httpx.AsyncClient, image: Encoded) -> None:
+async def test_item_limits_count_embeddings_too(api: httpx.AsyncClient, image: Encoded) -> None:
     error = await refusal(api, 400, image.embeds, image.media, image.embeds)
     assert error["param"] == "messages[0].content[2]"
 
@@ -156,7 +156,7 @@ async def test_limits_count_embeddings_too(api: httpx.AsyncClient, image: Encode
         ),
     ],
 )
-async def test_what_does_not_fit_is_refused_by_name(
+async def test_embeddings_that_do_not_fit_are_refused_with_a_reason(
     api: httpx.AsyncClient, part: dict[str, object], reason: str
 ) -> None:
     error = await refusal(api, 422, part, "hello")
@@ -173,7 +173,7 @@ async def test_what_does_not_fit_is_refused_by_name(
         ({"type": "prompt_embeds", "data": "QUJD"}, "enable_prompt_embeds"),
     ],
 )
-async def test_they_are_off_by_default(graph: LocalGraph, part: dict[str, Any], setting: str) -> None:
+async def test_embeddings_are_off_by_default(graph: LocalGraph, part: dict[str, Any], setting: str) -> None:
     async with await graph.client(AppConfig().api) as api:
         error = await refusal(api, 400, part)
     assert error["param"] == PLACE
@@ -182,7 +182,7 @@ async def test_they_are_off_by_default(graph: LocalGraph, part: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kind", ["image_embeds", "prompt_embeds"])
-async def test_a_model_that_takes_none(graph: LocalGraph, kind: str) -> None:
+async def test_a_model_without_embeddings_refuses_them(graph: LocalGraph, kind: str) -> None:
     stages = (await graph.pipeline())._stages
     pipeline = Pipeline(replace(stages, limits=replace(stages.limits, hidden_size=None)))
     parsed = parse_chat(parse_chat_request(chat({kind: "QUJD"})), {})
@@ -196,8 +196,8 @@ def wide_graph() -> LocalGraph:
     return LocalGraph(AppConfig(model=wide_omni(), enable_mm_embeds=True))
 
 
-@pytest.mark.parametrize("row", corpus())
-async def test_the_corpus_where_its_width_is_right(wide_graph: LocalGraph, row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", embedding_files())
+async def test_corpus_files_of_the_right_width_work(wide_graph: LocalGraph, row: dict[str, Any]) -> None:
     sent = b64encode((CORPUS / "media" / row["file"]).read_bytes()).decode()
     part = {"image_embeds": {"image_embeds": sent, "image_grid_thw": [1, 4, 4]}}
     async with await wide_graph.client() as api:

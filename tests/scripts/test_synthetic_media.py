@@ -30,7 +30,7 @@ def rng() -> np.random.Generator:
 
 
 @pytest.mark.parametrize("modality", MODALITIES)
-def test_a_seed_names_an_item_for_ever(modality: Modality) -> None:
+def test_a_seed_always_makes_the_same_item(modality: Modality) -> None:
     first, again, other = (make_item(modality, 3, index) for index in (5, 5, 6))
     pixels = [item.data.frames if modality == "video" else item.data for item in (first, again, other)]
     assert first.label == again.label
@@ -38,7 +38,7 @@ def test_a_seed_names_an_item_for_ever(modality: Modality) -> None:
     assert not np.array_equal(pixels[0], pixels[2])
 
 
-def test_image_shows_the_colour_that_it_is_labelled_with(rng: np.random.Generator) -> None:
+def test_an_image_has_the_colour_of_its_label(rng: np.random.Generator) -> None:
     item = make_image(rng, "blue square", size=(64, 48))
     assert item.data.shape == (48, 64, 3)
     assert item.data.dtype == np.uint8
@@ -47,14 +47,14 @@ def test_image_shows_the_colour_that_it_is_labelled_with(rng: np.random.Generato
 
 
 @pytest.mark.parametrize("label", SOUNDS)
-def test_sound_is_a_mono_wave_in_range(rng: np.random.Generator, label: str) -> None:
+def test_a_sound_is_a_mono_wave_in_range(rng: np.random.Generator, label: str) -> None:
     wave = make_audio(rng, label, seconds=1.0).data
     assert wave.shape == (SAMPLE_RATE,)
     assert wave.dtype == np.float32
     assert np.abs(wave).max() <= 1
 
 
-def test_shape_in_a_clip_goes_where_the_label_says(rng: np.random.Generator) -> None:
+def test_a_shape_in_a_clip_moves_as_its_label_says(rng: np.random.Generator) -> None:
     item = make_clip(rng, "red circle moving left", size=(96, 64), seconds=1.0, fps=10.0, codec=False)
     clip: Clip = item.data
     red, green, _ = np.moveaxis(clip.frames.astype(int), -1, 0)
@@ -63,14 +63,14 @@ def test_shape_in_a_clip_goes_where_the_label_says(rng: np.random.Generator) -> 
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
-def test_written_image_is_read_back(tmp_path: Path, rng: np.random.Generator, name: str) -> None:
+def test_a_written_image_is_read_back(tmp_path: Path, rng: np.random.Generator, name: str) -> None:
     pixels = make_image(rng, size=(60, 40)).data
     write_image(tmp_path / name, pixels)
     assert np.abs(np.asarray(Image.open(tmp_path / name)).astype(int) - pixels).mean() < 12
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.mp3"])
-def test_written_sound_is_read_back(tmp_path: Path, rng: np.random.Generator, name: str) -> None:
+def test_a_written_sound_is_read_back(tmp_path: Path, rng: np.random.Generator, name: str) -> None:
     wave = make_audio(rng, "low tone", seconds=1.0).data
     write_audio(tmp_path / name, wave)
     read, rate = sf.read(tmp_path / name)
@@ -78,7 +78,7 @@ def test_written_sound_is_read_back(tmp_path: Path, rng: np.random.Generator, na
     assert len(read) == pytest.approx(len(wave), abs=3000)
 
 
-def test_written_clip_is_read_back(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_written_clip_is_read_back(tmp_path: Path, rng: np.random.Generator) -> None:
     clip: Clip = make_clip(rng, size=(64, 48), seconds=1.0, fps=12.0, codec=False).data
     write_clip(tmp_path / "a.mp4", clip)
     with av.open(tmp_path / "a.mp4") as container:

@@ -39,7 +39,7 @@ def read(path: Path) -> tuple[str, Any]:
         return "video", Clip(np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)]), fps)
 
 
-def test_folder_is_small_and_names_no_machine() -> None:
+def test_the_folder_is_small_and_holds_no_machine_paths() -> None:
     files = list(MODEL.iterdir())
     assert sum(file.stat().st_size for file in files) < 10_000_000
     for file in files:
@@ -48,7 +48,7 @@ def test_folder_is_small_and_names_no_machine() -> None:
 
 
 @pytest.mark.parametrize(("name", "label"), LABELS.items())
-def test_sample_is_named_right(model: Model, name: str, label: str) -> None:
+def test_a_sample_gets_its_label(model: Model, name: str, label: str) -> None:
     modality, data = read(FOLDER / name)
     messages = [{"role": "user", "content": [{"type": modality}, {"type": "text", "text": "What is this?"}]}]
     assert model.answer(messages, [(modality, data)]) == f"{modality} 1: {label}"  # type: ignore[list-item]
@@ -74,7 +74,7 @@ def test_any_text_survives_the_tokenizer(model: Model, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_string_and_part_render_alike(model: Model) -> None:
+def test_a_string_and_a_text_part_render_alike(model: Model) -> None:
     plain = [{"role": "user", "content": "hi"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     render = model.processor.apply_chat_template

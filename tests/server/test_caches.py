@@ -1,4 +1,4 @@
-"""What was seen before, with two replicas of each media stage: their routers, and how often work is done."""
+"""Repeated items with two replicas of each media stage: routing, and the number of times work is done."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from tests.support.cluster import Server, chat, media, media_server, wait_until
+from tests.support.cluster import ServeConfig, Server, media_server, wait_until
+from tests.support.requests import RENDER, chat, media
 
-RENDER = "/v1/chat/completions/render"
 AT_ONCE = 32
 IMAGES = 20
 HELD_S = 60
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         application = config["applications"][0]
         application["args"]["enable_reset_mm_cache"] = True
         application["args"]["media_loader"]["image_fetch_timeout_s"] = 2 * HELD_S
@@ -40,14 +40,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def picture(size: int = 64) -> dict[str, object]:
-    """One that nobody has seen; all of them have about the same number of bytes, not the same bytes."""
+    """Returns a new image. All of them have about the same number of bytes, but not the same bytes."""
     file = io.BytesIO()
     Image.effect_noise((size, size), 80).convert("RGB").save(file, "png")
     return media("image", f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
 
 
 def processed(server: Server, request_id: str) -> list[int]:
-    """How many items of a request, or of requests whose ids begin so, each preprocessor had to process."""
+    """Returns the number of items that each preprocessor processed, for requests with this text in the id."""
     files = (server.logs / "serve").glob("replica_headrace_MMPreprocessor_*.log")
     lines = [file.read_text().splitlines() for file in files]
     return [sum("preprocessed" in line and request_id in line for line in each) for each in lines]
@@ -60,7 +60,7 @@ def items(server: Server, *content: object, request_id: str = "") -> list[dict[s
     return found
 
 
-def test_a_url_that_many_ask_for_at_once_is_fetched_once_and_processed_once(pair: Server) -> None:
+def test_a_url_in_many_requests_at_once_is_fetched_once_and_processed_once(pair: Server) -> None:
     file = io.BytesIO()
     Image.effect_noise((800, 600), 80).save(file, "jpeg")
 
@@ -73,7 +73,7 @@ def test_a_url_that_many_ask_for_at_once_is_fetched_once_and_processed_once(pair
 
         async def held(_: web.Request) -> web.Response:
             await asyncio.to_thread(wait_until, all_wait, HELD_S)
-            # For those that are on their way to the replica still.
+            # Later requests may still be on their way to the replica.
             return web.Response(body=file.getvalue(), headers={"Cache-Control": "max-age=60"})
 
         host.handlers["/photo.jpg"] = held
@@ -88,7 +88,7 @@ def test_a_url_that_many_ask_for_at_once_is_fetched_once_and_processed_once(pair
     assert sum(processed(pair, "many-")) == 1
 
 
-def test_equal_items_go_where_they_are_known(pair: Server) -> None:
+def test_equal_items_go_to_the_replica_that_cached_them(pair: Server) -> None:
     parts = [picture() for _ in range(IMAGES)]
     assert not any(item["cached"] for item in items(pair, *parts, request_id="all-of-them"))
     assert all(processed(pair, "all-of-them"))  # one request keeps all replicas at work
@@ -97,7 +97,7 @@ def test_equal_items_go_where_they_are_known(pair: Server) -> None:
         assert item["cached"]
 
 
-def test_resetting_forgets_in_all_replicas(pair: Server) -> None:
+def test_a_reset_empties_the_caches_of_all_replicas(pair: Server) -> None:
     parts = [picture() | {"uuid": f"mine-{number}"} for number in range(6)]
     items(pair, *parts)
     assert all(item["cached"] for item in items(pair, *parts))
@@ -107,5 +107,5 @@ def test_resetting_forgets_in_all_replicas(pair: Server) -> None:
     assert (by_name.status, by_name.body["error"]["code"]) == (422, "unknown_uuid")
 
 
-def test_nobody_resets_where_it_is_not_switched_on(server: Server) -> None:
+def test_the_reset_route_is_missing_by_default(server: Server) -> None:
     assert server.post("/reset_mm_cache", b"").status == 404

@@ -1,4 +1,4 @@
-"""What README.md shows does what it says, on a running server."""
+"""The examples in README.md, run against a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import sys
 import pytest
 import yaml
 
-from tests.support.cluster import ROOT, Server
+from tests.support.cluster import Server
+from tests.support.paths import ROOT
 
 SHOWN = "http://127.0.0.1:8000"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -30,12 +31,12 @@ def run(command: list[str]) -> str:
 
 
 @pytest.mark.parametrize("block", blocks("json"))
-def test_json(block: str) -> None:
+def test_json_blocks_are_valid(block: str) -> None:
     json.loads(block)
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
-def test_yaml(block: str) -> None:
+def test_yaml_blocks_are_valid(block: str) -> None:
     yaml.safe_load(block)
 
 
@@ -44,7 +45,7 @@ def test_yaml(block: str) -> None:
 @pytest.mark.parametrize(
     ("holds", "answer"), [("input_audio", "audio 1: rising tone"), ("image_embeds", "image 1: red circle")]
 )
-def test_python(server: Server, holds: str, answer: str) -> None:
+def test_python_blocks_print_their_answer(server: Server, holds: str, answer: str) -> None:
     (block,) = blocks("python", holds)
     assert SHOWN in block
     assert run([sys.executable, "-c", block.replace(SHOWN, server.url)]).strip() == answer
@@ -52,7 +53,7 @@ def test_python(server: Server, holds: str, answer: str) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
-def test_ask(server: Server) -> None:
+def test_the_ask_example_prints_its_answer(server: Server) -> None:
     (block,) = blocks("console")
     command, answer = block.removeprefix("$ ").splitlines()
     assert run(["bash", "-c", f"{sys.executable} {command} --url {server.url}"]).strip() == answer
@@ -61,7 +62,7 @@ def test_ask(server: Server) -> None:
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_curl(server: Server) -> None:
+def test_the_curl_example_gets_its_answer(server: Server) -> None:
     (block,) = blocks("sh", "curl")
     assert SHOWN in block
     answer = json.loads(run(["bash", "-c", block.replace(SHOWN, server.url)]))

@@ -41,7 +41,7 @@ _CLIP = {
     "patch_size": 14,
 }
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-_QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": 8}
+_QWEN_VISION: dict[str, object] = {"depth": 2, "num_heads": 2, "patch_size": 8}
 _VISION_IDS = {
     "image_token_id": MEDIA,
     "video_token_id": VIDEO,

@@ -1,4 +1,4 @@
-"""Starts the product as a user does, `serve run` on its own YAML, and looks inside from outside."""
+"""Runs the server as a user does, with `serve run` on its own YAML, and inspects it from outside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,16 @@ from aiohttp import web
 
 from app.launcher import RAY_SETTINGS, SERVE_PORTS, bindable, hear_interrupts
 from tests.support.paths import ROOT
+from tests.support.requests import COMPLETIONS, RENDER, chat, events
 
 MEDIA_HOST = "127.31.0.1"  # Linux answers to all of 127.0.0.0/8
 START_S = 120
 SETTLE_S = 10
-IDLE_S = 2  # of a client in the middle of its head or body
+IDLE_S = 2  # that a client may pause within its head or body
+
+
+# serve_config.yaml as parsed
+ServeConfig = dict[str, Any]
 
 
 @dataclass
@@ -43,15 +48,15 @@ class Server:
     def start(
         cls,
         folder: Path,
-        change: Callable[[dict[str, Any]], object] = lambda config: None,
+        change: Callable[[ServeConfig], object] = lambda config: None,
         env: Mapping[str, str] | None = None,
     ) -> Iterator[Server]:
-        """On `serve_config.yaml` with ports of its own and whatever else `change` does to it.
+        """Runs `serve_config.yaml` on ports of its own, with further changes by `change`.
 
-        `env`: variables beside this process's own.
+        `env`: variables in addition to those of this process.
         """
         port, *others = free_ports(1 + len(SERVE_PORTS))
-        # A port's number and the hundred after it, for the replicas of the ingress.
+        # The replicas of the ingress take the last port and the hundred after it.
         own = dict(zip(SERVE_PORTS, map(str, others), strict=True))
         own["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(others[-1] + 100)
         config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
@@ -65,7 +70,7 @@ class Server:
                 "http-request 20s", f"http-request {IDLE_S}s"
             )
         application["args"] |= {
-            # One address of loopback and no other: the rest is as forbidden as it is by default.
+            # Allows one address of loopback; the others stay forbidden, as by default.
             "media_loader": {"allowed_private_networks": [f"{MEDIA_HOST}/32"]},
             "body_idle_timeout_s": IDLE_S,
             "enable_mm_embeds": True,
@@ -89,7 +94,7 @@ class Server:
             },
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # and no session of its own: where Linux groups those, each has half of the CPUs
+            process_group=0,  # not a session: Linux may share CPUs between sessions, so that each gets half
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -111,8 +116,24 @@ class Server:
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), json.load(error))
 
-    def render(self, *content: object) -> dict[str, Any]:
-        answer = self.post("/v1/chat/completions/render", chat(*content))
+    def ask(self, *content: object, **fields: object) -> Answer:
+        """Posts a chat of one message, by default for twelve tokens and greedy."""
+        return self.post(COMPLETIONS, chat(*content, **{"temperature": 0, "max_tokens": 12, **fields}))
+
+    def assert_answers(self) -> None:
+        """Checks that the server still answers."""
+        assert self.ask("hello", max_tokens=1).status == 200
+
+    def stream(self, *content: object, **fields: object) -> list[dict[str, Any]]:
+        """Returns the chunks of a streamed answer to the same request as `ask` posts."""
+        body = chat(*content, **{"temperature": 0, "max_tokens": 12, **fields, "stream": True})
+        request = urllib.request.Request(self.url + COMPLETIONS, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return events(response.read().decode())
+
+    def render(self, *content: object, **fields: object) -> dict[str, Any]:
+        """Returns what the server makes of a message without generating."""
+        answer = self.post(RENDER, chat(*content, **fields))
         assert answer.status == 200, answer.body
         rendered: dict[str, Any] = answer.body
         return rendered
@@ -126,7 +147,7 @@ class Server:
 
     @contextmanager
     def object_store(self) -> Iterator[Callable[[], tuple[int, int]]]:
-        """A call that tells how many objects the cluster's store holds, and their bytes."""
+        """Yields a call that returns the number of objects in the cluster's store, and their bytes."""
         with self._inside("store()") as ask:
 
             def objects_and_bytes() -> tuple[int, int]:
@@ -136,14 +157,14 @@ class Server:
             yield objects_and_bytes
 
     def engine(self) -> AbstractContextManager[Callable[[], dict[str, int]]]:
-        """A call that tells the engine's statistics."""
+        """Yields a call that returns the engine's statistics."""
         return self._inside("engine()")
 
     @contextmanager
     def _inside(self, asks: str) -> Iterator[Callable[[], dict[str, int]]]:
-        """`asks`: an expression, evaluated in a process that is part of the cluster."""
+        """Yields a call that evaluates the expression `asks` in a process of the cluster."""
         command = [sys.executable, "-c", _INSIDE.replace("ASKS", asks), argument(self.mark, "--gcs-address=")]
-        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as local clusters have it
+        env = {**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token"}  # as in local clusters
         with subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -153,19 +174,19 @@ class Server:
 
             def ask() -> dict[str, int]:
                 print(file=stdin, flush=True)
-                told: dict[str, int] = json.loads(stdout.readline())
-                return told
+                values: dict[str, int] = json.loads(stdout.readline())
+                return values
 
             yield ask
             stdin.close()
 
     def replicas(self, stage: str) -> list[int]:
-        """Process ids of the stage's replicas; of this server's alone."""
+        """Returns the process ids of the stage's replicas in this server."""
         title = f"ServeReplica:headrace:{stage}"
         return [pid for pid in marked(self.mark) if title in read(f"/proc/{pid}/cmdline")]
 
     def own_bytes(self, stage: str) -> int:
-        """Memory of the stage's replica without what it shares, such as the object store."""
+        """Returns the memory of the stage's only replica without shared parts such as the object store."""
         (pid,) = self.replicas(stage)
         return int(read(f"/proc/{pid}/status").partition("RssAnon:")[2].split()[0]) * 1024
 
@@ -191,19 +212,19 @@ class Answer:
     headers: dict[str, str]
     body: Any
 
-
-def chat(*content: object, **fields: object) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": list(content)}], **fields}
-
-
-def media(kind: str, url: str) -> dict[str, object]:
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+    def refusal(self, param: str | None = None, status: tuple[int, ...] = (400, 413, 415, 422)) -> str:
+        """Returns the message of an error in OpenAI's envelope, after checks of its status and param."""
+        assert self.status in status, (self.status, self.body)
+        error = self.body["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert param is None or error["param"] == param, error
+        return str(error["message"])
 
 
 def wait_until(
     condition: Callable[[], object], timeout_s: float = SETTLE_S, why: Callable[[], str] = str
 ) -> None:
-    """Polls: what happens in another process can not be awaited."""
+    """Polls `condition`, since an event in another process cannot be awaited."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s. {why()}"
@@ -219,8 +240,10 @@ def healthy(url: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """In a row, of those that neither the kernel gives to connections (32768 and up) nor Ray to its workers
-    (below 20000): any of those may be taken in the seconds until the server binds it.
+    """Returns consecutive free ports.
+
+    The kernel gives ports from 32768 on to connections, and Ray gives those below 20000 to its workers.
+    Such a port might be taken in the seconds until the server binds it.
     """
     for first in random.sample(range(20_000, 29_800), 100):
         ports = list(range(first, first + count))
@@ -242,7 +265,7 @@ def read(path: str) -> str:
 
 
 def stop(process: subprocess.Popen[bytes], mark: str) -> None:
-    """What does not end in time fails the test, and is ended: it would be in the way of all later ones."""
+    """Stops the server. If it does not end in time, kills it for the sake of later tests, and fails."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(60)
@@ -264,7 +287,7 @@ def session_logs(mark: str) -> Path:
 
 
 def argument(mark: str, *names: str) -> str:
-    """Ray's processes name their session's folder and address in their command lines."""
+    """Returns an argument from the command line of one of the server's Ray processes."""
     for pid in marked(mark):
         for word in read(f"/proc/{pid}/cmdline").split("\0"):
             if word.startswith(names):
@@ -272,21 +295,25 @@ def argument(mark: str, *names: str) -> str:
     raise AssertionError(f"the server has no process with {names}")
 
 
+# Returns a response, or None for the bytes in `content`.
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
+
+
 class MediaServer:
-    """Serves bytes on loopback; a path can be held until all of a group have been asked for."""
+    """Serves bytes on loopback. A handler can hold a path, or answer in place of its bytes."""
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
-        self.handlers: dict[str, Callable[[web.Request], Any]] = {}
+        self.handlers: dict[str, Handler] = {}
         self.asked: list[str] = []
-        self.left: list[str] = []  # paths whose client went before the answer
+        self.left: list[str] = []  # paths whose client left before the answer
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
         try:
             if handler := self.handlers.get(request.path):
-                response: web.StreamResponse | None = await handler(request)
+                response = await handler(request)
                 if response:
                     return response
         except asyncio.CancelledError:
@@ -313,7 +340,7 @@ class MediaServer:
 
 @contextmanager
 def media_server() -> Iterator[MediaServer]:
-    """The server on a loop of its own, for tests that block."""
+    """Runs the server on an event loop in a thread, for tests that block."""
     server, ready, stop = MediaServer(), threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 

@@ -1,4 +1,4 @@
-"""A collector of traces: takes OTLP over HTTP and keeps the spans."""
+"""A collector of traces: receives OTLP over HTTP and keeps the spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tests.support.cluster import wait_until
 
-ERROR = 2  # of the protocol's status codes
+ERROR = 2  # status code of the protocol
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Collector:
         return [span for span in self.spans if span.trace == trace]
 
     def whole(self, trace: str) -> list[Span]:
-        """All spans of a request: its own comes last, from the ingress; others may be on their way longer."""
+        """Waits for all spans of a request. Spans of other processes may arrive after the root span."""
 
         def is_whole() -> bool:
             spans = self.of(trace)
-            # One that was cancelled may never have come to its stage.
+            # A cancelled call may never have reached its stage.
             calls = [
                 span.id
                 for span in spans

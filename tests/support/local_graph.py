@@ -60,7 +60,3 @@ class LocalGraph:
 def local(cls: type, *args: Any) -> Any:
     """A handle to the class in local mode."""
     return serve.run(serve.deployment(cls).bind(*args), name=cls.__name__, _local_testing_mode=True)
-
-
-def chat(*content: object, **fields: object) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": list(content)}], **fields}

@@ -1,4 +1,4 @@
-"""Where the tests find the project and, if it is there, the media corpus."""
+"""Folders of the project, its samples and, if present, the media corpus."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Item:
 
 
 def make_item(modality: Modality, seed: int, index: int) -> Item:
-    """The item that (modality, seed, index) names."""
+    """Returns the item of (modality, seed, index), always the same."""
     rng = np.random.default_rng([seed, MODALITIES.index(modality), index])
     if modality == "image":
         return make_image(rng)
@@ -152,7 +152,7 @@ class _Sprite:
 
     @staticmethod
     def draw_from(rng: Generator, colour: str, shape: str, radius: float) -> "_Sprite":
-        """Draw it, smooth at the affixes; `radius` is that of the circle around it, in pixels."""
+        """Draw it, smooth at the edges; `radius` is that of the circle around it, in pixels."""
         hue, saturation, value = (rng.uniform(*span) for span in COLOURS[colour])
         tilt = rng.uniform(-15, 15) if rng.random() < 0.5 else 0.0
         corners = {"circle": 0, "triangle": 3, "square": 4}[shape]
@@ -181,7 +181,7 @@ class _Sprite:
 
 
 def _camera(rng: Generator, pixels: Pixels) -> Pixels:
-    """What a camera adds, sometimes: blur, light, sensor noise. Works on any (..., H, W, 3)."""
+    """Adds the effects of a camera at random: blur, light, sensor noise. Works on any (..., H, W, 3)."""
     if rng.random() < 0.2 and pixels.ndim == 3:
         soft = ImageFilter.GaussianBlur(0.012 * rng.random() * min(pixels.shape[:2]))
         pixels = np.array(Image.fromarray(pixels).filter(soft))
@@ -407,7 +407,7 @@ def _encode_h264(target: str | io.BytesIO, frames: Pixels, fps: float, quality: 
 
 
 def write_image(path: Path, pixels: Pixels) -> None:
-    """Store an (H, W, 3) uint8 RGB image as PNG, JPEG or whatever the suffix says."""
+    """Store an (H, W, 3) uint8 RGB image as the format of the suffix, such as PNG or JPEG."""
     Image.fromarray(pixels).save(path)
 
 

@@ -7,20 +7,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
 from fastapi import FastAPI, Request
+from selenium.webdriver import Keys
 from starlette.types import Message
 
 from app.config import AppConfig
 from app.http import auth
 from app.http.auth import ENVIRONMENT, ApiKeys, key_digests, protect
-from tests.server.test_cluster import connect
-from tests.support.cluster import Server, chat
-from tests.support.webdriver import ENTER, Browser
+from tests.support.browser import Browser
+from tests.support.cluster import ServeConfig, Server
+from tests.support.raw_http import connect
+from tests.support.requests import chat
 
 FIRST, SECOND, FROM_ENVIRONMENT = "sk-first-0123456789", "sk-second+/=._~-", "sk-environment-42"
 ORIGIN = "https://chat.example.org"
@@ -224,7 +225,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = folder / "keys.txt"
     keys.write_text(f"{FIRST}\n")
 
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["args"] |= {"api_keys_file": str(keys), "cors_allow_origins": [ORIGIN]}
 
     with Server.start(folder, change, {ENVIRONMENT: FROM_ENVIRONMENT}) as running:
@@ -271,7 +272,7 @@ class TestServer:
         assert open_paths == ["/", "/health"]
 
     def test_a_stranger_is_refused_before_the_body(self, locked: Server) -> None:
-        with connect(locked, reused=False) as connection:
+        with connect(locked) as connection:
             connection.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
             )
@@ -295,16 +296,16 @@ class TestServer:
         browser.open(locked.url)
         browser.wait("document.activeElement.id === 'key-input'")
         browser.write("wrong")
-        browser.press(ENTER)
+        browser.press(Keys.ENTER)
         browser.wait("document.querySelector('#key-problem').textContent")
         assert browser.text("#key-problem") == "This key is not accepted."
         browser.script("document.querySelector('#key-input').select()")
         browser.write(FROM_ENVIRONMENT)
-        browser.press(ENTER)
+        browser.press(Keys.ENTER)
         browser.wait("document.querySelector('#model').textContent === 'tiny-omni'")
         assert browser.script("return document.activeElement.id") == "text"
         browser.write("hello")
-        browser.press(ENTER)
+        browser.press(Keys.ENTER)
         browser.wait("document.querySelector('article .waterfall')")
         assert browser.text(".answer")
         assert browser.script("return [localStorage.length, document.cookie, location.search]") == [0, "", ""]

@@ -12,11 +12,12 @@ import httpx
 import pytest
 from aiohttp import web
 from fastapi import FastAPI
+from selenium.webdriver import Keys
 
 from app.http.page import add_page
+from tests.support.browser import Browser
 from tests.support.cluster import Server, media_server, wait_until
 from tests.support.paths import ROOT
-from tests.support.webdriver import ENTER, ESCAPE, SHIFT, TAB, Browser
 
 SAMPLES = ROOT / "docs" / "samples"
 ATTACHED = "document.querySelectorAll('#attached li').length"
@@ -97,10 +98,10 @@ def test_a_chat_with_all_three_modalities(page: Browser) -> None:
         "join",
     ]
 
-    page.type("#text", "what is in image 1?" + ENTER)  # which only the first message shows
+    page.type("#text", "what is in image 1?" + Keys.ENTER)  # which only the first message shows
     page.wait(f"{ANSWERED} >= 3")
     assert page.text("article:last-child .answer") == "image 1: red circle"
-    assert page.complaints() == []
+    assert page.console() == []
 
 
 @cluster
@@ -119,7 +120,7 @@ def test_a_pasted_picture_and_a_recorded_sound(page: Browser) -> None:
     page.wait("document.querySelector('#record').textContent === 'Stop recording'")
     page.click("#record")
     page.wait(f"{ATTACHED} === 2")
-    page.type("#text", "what do you see and hear?" + ENTER)
+    page.type("#text", "what do you see and hear?" + Keys.ENTER)
     page.wait(f"{ANSWERED} === 1")
     assert page.text(".answer").startswith("image 1: red circle; audio 1: ")
 
@@ -130,7 +131,7 @@ def test_an_error_is_shown_at_the_item_that_it_names(page: Browser, tmp_path: Pa
     broken.write_bytes(b"no image at all")
     page.drop([SAMPLES / "photo.png", broken, SAMPLES / "sound.wav"])
     page.wait(f"{ATTACHED} === 3")
-    page.type("#text", "what do you see and hear?" + ENTER)
+    page.type("#text", "what do you see and hear?" + Keys.ENTER)
     page.wait("document.querySelector('.error')")
     assert page.text(".item.wrong [role=alert]").startswith("This is no")
     assert page.text(".item.wrong .name") == "broken.png"
@@ -139,7 +140,7 @@ def test_an_error_is_shown_at_the_item_that_it_names(page: Browser, tmp_path: Pa
     page.click(".error button")
     page.wait(f"{ATTACHED} === 3")
     page.click("#attached button[aria-label='Remove broken.png']")
-    page.type("#text", ENTER)
+    page.type("#text", Keys.ENTER)
     page.wait(f"{ANSWERED} === 1")
     assert page.text(".answer") == "image 1: red circle; audio 1: rising tone"
 
@@ -152,9 +153,9 @@ def test_escape_ends_an_answer_in_the_model_too(server: Server, page: Browser) -
     before = cancelled()
     page.click("#more summary")
     page.type("#fields", ENDLESS)
-    page.type("#text", "go on" + ENTER)
+    page.type("#text", "go on" + Keys.ENTER)
     page.wait("document.querySelector('.answer').textContent.length > 40")
-    page.press(ESCAPE)
+    page.press(Keys.ESCAPE)
     page.wait(f"{ANSWERED} === 1")
     assert page.text("#status") == "Cancelled."
     assert len(page.text(".answer")) > 40  # what there was stays
@@ -171,30 +172,30 @@ def test_everything_works_from_a_keyboard(page: Browser) -> None:
     page.type("#files", "\n".join(str(SAMPLES / name) for name in ("photo.png", "photo.jpg")))
     page.wait(f"{ATTACHED} === 2")
     assert focus() == "text"
-    page.press(SHIFT, TAB)
+    page.press(Keys.SHIFT, Keys.TAB)
     assert focus() == "Remove photo.jpg"
-    page.press(ENTER)
+    page.press(Keys.ENTER)
     page.wait(f"{ATTACHED} === 1")
     assert focus() == "text"
     page.write("what do you see?")
-    page.press(SHIFT, ENTER)
+    page.press(Keys.SHIFT, Keys.ENTER)
     assert page.script("return document.querySelector('#text').value") == "what do you see?\n"
     visited = []
     for _ in range(4):
-        page.press(TAB)
+        page.press(Keys.TAB)
         visited.append(focus())
     assert visited == ["choose", "record", "send", "SUMMARY"]
-    page.press(SHIFT, TAB)
-    page.press(ENTER)
+    page.press(Keys.SHIFT, Keys.TAB)
+    page.press(Keys.ENTER)
     page.wait(f"{ANSWERED} === 1")
     assert focus() == "text"
     assert page.text(".answer") == "image 1: red circle"
 
     while focus() != "conversation":
-        page.press(SHIFT, TAB)
-    page.press(TAB)
+        page.press(Keys.SHIFT, Keys.TAB)
+    page.press(Keys.TAB)
     assert focus() == "SUMMARY"
-    page.press(ENTER)
+    page.press(Keys.ENTER)
     page.wait("document.querySelectorAll('.seen img').length === 1")
     names = page.script(
         "return [...document.querySelectorAll('button, input, textarea')]"
@@ -213,7 +214,7 @@ def test_what_comes_from_elsewhere_is_text(page: Browser, tmp_path: Path) -> Non
     page.wait(f"{ATTACHED} === 1")
     page.click("#more summary")
     page.type("#fields", json.dumps({"model": hostile}))
-    page.type("#text", hostile + ENTER)
+    page.type("#text", hostile + Keys.ENTER)
     page.wait("document.querySelector('.error')")
     assert page.text("article .text:not(.answer)") == hostile
     assert page.text("article .name") == picture.name
@@ -229,7 +230,7 @@ def test_an_injected_script_does_not_run(page: Browser) -> None:
         document.body.append(script);"""
     )
     assert page.script("return document.title") == "Headrace"
-    assert any("Content Security Policy" in line for line in page.complaints())
+    assert any("Content Security Policy" in line for line in page.console())
 
 
 @cluster
@@ -238,7 +239,7 @@ def test_nothing_is_wider_than_the_screen(page: Browser, width: int) -> None:
     page.resize(width, 700)
     page.drop([SAMPLES / "photo.png", SAMPLES / "sound.wav", SAMPLES / "clip.mp4"])
     page.wait(f"{ATTACHED} === 3")
-    page.type("#text", "what do you see and hear?" + "x" * 200 + ENTER)
+    page.type("#text", "what do you see and hear?" + "x" * 200 + Keys.ENTER)
     page.wait(f"{ANSWERED} === 1")
     page.script("document.querySelector('.seen').open = true")
     page.wait("document.querySelector('.seen .waterfall')")
@@ -261,7 +262,7 @@ def busy(browser: Browser) -> Iterator[Browser]:
     """The page of a server whose stages are at work: numbers that no real one has twice."""
 
     async def html(_: object) -> web.Response:
-        return web.Response(body=(ROOT / "app/static/index.html").read_bytes(), content_type="text/html")
+        return web.Response(body=(ROOT / "app/http/static/index.html").read_bytes(), content_type="text/html")
 
     with media_server() as stub:
         stub.handlers["/"] = html
@@ -303,9 +304,9 @@ def test_the_stages_of_a_server_are_shown_as_they_work(page: Browser) -> None:
     assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
     page.click("#more summary")
     page.type("#fields", ENDLESS)
-    page.type("#text", "go on" + ENTER)
+    page.type("#text", "go on" + Keys.ENTER)
     page.wait("document.querySelector('#stage-list li:last-child').textContent.includes('1 in flight')")
-    page.press(ESCAPE)
+    page.press(Keys.ESCAPE)
 
 
 TIMINGS: dict[str, Any] = {

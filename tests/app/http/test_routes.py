@@ -15,9 +15,8 @@ from app.config import AppConfig
 from app.fanout import Pipeline
 from deployments.errors import ServingError, StageUnavailable
 from deployments.types import Delta
-from tests.support.local_graph import LocalGraph, chat, local
-
-COMPLETIONS = "/v1/chat/completions"
+from tests.support.local_graph import LocalGraph, local
+from tests.support.requests import COMPLETIONS, chat, data_uri, events, image_part
 
 # What it would say is made so unlikely that it says something else each time.
 DREAMING = {"temperature": 2, "seed": 7, "repetition_penalty": 10, "ignore_eos": True}
@@ -34,26 +33,6 @@ async def api(graph: LocalGraph) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def png(colour: tuple[int, int, int] = (255, 0, 0), size: tuple[int, int] = (48, 48)) -> dict[str, object]:
-    import io
-
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, "png")
-    return {"type": "image_url", "image_url": {"url": data_uri("image/png", buffer.getvalue())}}
-
-
-def data_uri(mime: str, data: bytes) -> str:
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
-
-
-def events(response: httpx.Response) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 async def test_a_completion(api: httpx.AsyncClient) -> None:
     response = await api.post(COMPLETIONS, json=chat("hello"))
     body = response.json()
@@ -68,10 +47,10 @@ async def test_a_completion(api: httpx.AsyncClient) -> None:
 
 
 async def test_a_stream_says_the_same_as_a_whole_answer(api: httpx.AsyncClient) -> None:
-    whole = (await api.post(COMPLETIONS, json=chat(png(), "what is this?"))).json()
-    request = chat(png(), "what is this?", stream=True, stream_options={"include_usage": True})
+    whole = (await api.post(COMPLETIONS, json=chat(image_part(), "what is this?"))).json()
+    request = chat(image_part(), "what is this?", stream=True, stream_options={"include_usage": True})
     response = await api.post(COMPLETIONS, json=request)
-    *chunks, usage = events(response)
+    *chunks, usage = events(response.text)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -87,7 +66,7 @@ async def test_a_stream_says_the_same_as_a_whole_answer(api: httpx.AsyncClient) 
 
 async def test_usage_comes_only_when_asked_for(api: httpx.AsyncClient) -> None:
     response = await api.post(COMPLETIONS, json=chat("hello", stream=True))
-    assert all("usage" not in chunk for chunk in events(response))
+    assert all("usage" not in chunk for chunk in events(response.text))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -95,7 +74,7 @@ async def test_max_tokens(api: httpx.AsyncClient, stream: bool) -> None:
     response = await api.post(
         COMPLETIONS, json=chat("hello", max_tokens=1, stream=stream, stream_options={"include_usage": True})
     )
-    final = events(response) if stream else [response.json()]
+    final = events(response.text) if stream else [response.json()]
     assert final[-1]["usage"]["completion_tokens"] == 1
     assert "length" in [c["finish_reason"] for chunk in final for c in chunk["choices"]]
 
@@ -103,14 +82,14 @@ async def test_max_tokens(api: httpx.AsyncClient, stream: bool) -> None:
 async def test_usage_in_every_chunk(api: httpx.AsyncClient) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     request = chat("hello", max_tokens=4, ignore_eos=True, stream=True)
-    chunks = events(await api.post(COMPLETIONS, json=request | {"stream_options": options}))
+    chunks = events((await api.post(COMPLETIONS, json=request | {"stream_options": options})).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts[-1] == 4
     assert counts == sorted(counts)
     only_in_chunks = await api.post(
         COMPLETIONS, json=request | {"stream_options": {"continuous_usage_stats": True}}
     )
-    assert not any("usage" in chunk for chunk in events(only_in_chunks))
+    assert not any("usage" in chunk for chunk in events(only_in_chunks.text))
 
 
 async def test_a_stop_string_ends_the_answer_and_is_left_out(api: httpx.AsyncClient) -> None:
@@ -138,7 +117,7 @@ async def test_several_answers(api: httpx.AsyncClient) -> None:
     one = (await api.post(COMPLETIONS, json=request | {"n": 1})).json()
     assert one["choices"] == whole["choices"][:1]
 
-    chunks = events(await api.post(COMPLETIONS, json=request | {"stream": True}))
+    chunks = events((await api.post(COMPLETIONS, json=request | {"stream": True})).text)
     streamed = ["", "", ""]
     reasons = [[], [], []]
     for chunk in chunks:
@@ -195,7 +174,9 @@ async def test_the_engine_spares_what_follows_a_stop_string(
 async def test_logprobs(api: httpx.AsyncClient, stream: bool) -> None:
     request = chat("hello", logprobs=True, top_logprobs=2, max_tokens=6, stream=stream)
     response = await api.post(COMPLETIONS, json=request)
-    choices = [c for body in (events(response) if stream else [response.json()]) for c in body["choices"]]
+    choices = [
+        c for body in (events(response.text) if stream else [response.json()]) for c in body["choices"]
+    ]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert 0 < len(entries) <= 6
     for entry in entries:
@@ -212,7 +193,7 @@ async def test_no_logprobs_unless_asked_for(api: httpx.AsyncClient) -> None:
 
 
 async def test_usage_tells_what_was_cached(api: httpx.AsyncClient) -> None:
-    request = chat(png((1, 2, 3)), "what is this, once more and once again?")
+    request = chat(image_part((1, 2, 3)), "what is this, once more and once again?")
     first, second = [(await api.post(COMPLETIONS, json=request)).json()["usage"] for _ in range(2)]
     assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16
     assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]
@@ -228,9 +209,9 @@ async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> N
     document = {
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": ["first", png((255, 0, 0)), "then"]},
+            {"role": "user", "content": ["first", image_part((255, 0, 0)), "then"]},
             {"role": "assistant", "content": "ok"},
-            {"role": "user", "content": [png((0, 0, 255), (96, 48)), png((0, 255, 0))]},
+            {"role": "user", "content": [image_part((0, 0, 255), (96, 48)), image_part((0, 255, 0))]},
         ]
     }
     response = await api.post(f"{COMPLETIONS}/render", json=document)
@@ -279,7 +260,7 @@ async def test_previews_show_what_the_model_sees(api: httpx.AsyncClient) -> None
 
 
 async def test_usage_counts_the_tokens_of_media(api: httpx.AsyncClient) -> None:
-    document = chat(png(), "what is this?")
+    document = chat(image_part(), "what is this?")
     rendered = (await api.post(f"{COMPLETIONS}/render", json=document)).json()
     usage = (await api.post(COMPLETIONS, json=document)).json()["usage"]
     details = usage["prompt_tokens_details"]
@@ -314,7 +295,7 @@ async def test_bodies_that_are_no_request(api: httpx.AsyncClient, body: bytes, w
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_broken_item_is_named(api: httpx.AsyncClient, stream: bool) -> None:
     broken = {"type": "image_url", "image_url": {"url": data_uri("image/png", b"not an image")}}
-    response = await api.post(COMPLETIONS, json=chat("see", png(), broken, stream=stream))
+    response = await api.post(COMPLETIONS, json=chat("see", image_part(), broken, stream=stream))
     error = response.json()["error"]
     assert response.status_code in (415, 422)
     assert error["param"] == "messages[0].content[2]"
@@ -388,7 +369,7 @@ async def test_the_served_model(api: httpx.AsyncClient) -> None:
 
 
 async def test_the_stages_tell_what_they_are_at(api: httpx.AsyncClient) -> None:
-    assert (await api.post("/v1/chat/completions", json=chat(png(), max_tokens=1))).status_code == 200
+    assert (await api.post("/v1/chat/completions", json=chat(image_part(), max_tokens=1))).status_code == 200
     told = (await api.get("/stages")).json()
     names = [stage["name"] for stage in told["stages"]]
     assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
@@ -455,7 +436,7 @@ async def test_an_error_before_the_first_token_has_a_status(graph: LocalGraph) -
 async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.3)
     async with await graph.client(settings, preprocessor=local(Breaks, 0, ServingError(""))) as api:
-        response = await api.post(COMPLETIONS, json=chat(png()))
+        response = await api.post(COMPLETIONS, json=chat(image_part()))
     assert response.status_code == 504
     assert response.json()["error"]["param"] == "messages[0].content[0]"
     assert "still in MMPreprocessor when its 0.3 s were over" in response.json()["error"]["message"]
@@ -534,7 +515,7 @@ async def test_a_text_to_tokens_and_back(api: httpx.AsyncClient) -> None:
 
 
 async def test_a_conversation_to_the_tokens_that_the_model_gets(api: httpx.AsyncClient) -> None:
-    request = chat(png(), "what is this?")
+    request = chat(image_part(), "what is this?")
     tokens = (await api.post("/tokenize", json=request)).json()
     rendered = (await api.post(f"{COMPLETIONS}/render", json=request)).json()
     assert tokens["tokens"] == rendered["prompt_token_ids"]
@@ -579,7 +560,7 @@ async def test_a_web_page_cannot_post_without_being_asked_for(api: httpx.AsyncCl
 
 
 async def test_many_items_are_refused_before_all_were_seen(api: httpx.AsyncClient) -> None:
-    images = [png((i % 256, i // 256, 7), (280, 280)) for i in range(300)]
+    images = [image_part((i % 256, i // 256, 7), (280, 280)) for i in range(300)]
     response = await api.post(f"{COMPLETIONS}/render", json=chat(*images))
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from app.config import AppConfig
-from tests.app.http.test_routes import COMPLETIONS, events, png
-from tests.support.cluster import Server, chat, media, media_server
+from tests.support.cluster import Server, media_server
 from tests.support.local_graph import LocalGraph
 from tests.support.paths import SAMPLES
+from tests.support.requests import COMPLETIONS, chat, events, image_part, media
 
 HELD_S = 0.5
 ROUNDING_MS = 0.05  # of some forty numbers with three decimals
@@ -55,15 +55,15 @@ async def api(graph: LocalGraph) -> AsyncIterator[httpx.AsyncClient]:
 async def test_nothing_is_told_unless_asked_for(api: httpx.AsyncClient) -> None:
     assert "timings_ms" not in (await api.post(COMPLETIONS, json=chat("hello"))).json()
     streamed = await api.post(COMPLETIONS, json=chat("hello", stream=True))
-    assert not any("timings_ms" in chunk for chunk in events(streamed))
+    assert not any("timings_ms" in chunk for chunk in events(streamed.text))
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("usage", [False, True])
 async def test_of_a_stream_the_last_chunk_tells(api: httpx.AsyncClient, usage: bool, n: int) -> None:
-    request = chat(png(), "what is this?", timings=True, stream=True, n=n)
+    request = chat(image_part(), "what is this?", timings=True, stream=True, n=n)
     response = await api.post(COMPLETIONS, json=request | {"stream_options": {"include_usage": usage}})
-    *others, last = events(response)
+    *others, last = events(response.text)
     assert not any("timings_ms" in chunk for chunk in others)
     assert told_sum(last["timings_ms"]) == pytest.approx(last["timings_ms"]["total"], abs=ROUNDING_MS)
     known = phases(response.headers["server-timing"])
@@ -72,7 +72,7 @@ async def test_of_a_stream_the_last_chunk_tells(api: httpx.AsyncClient, usage: b
 
 
 async def test_offsets_are_where_the_stages_began(api: httpx.AsyncClient) -> None:
-    request = chat(png((4, 5, 6)), png((7, 8, 9)), "what are these?", timings=True)
+    request = chat(image_part((4, 5, 6)), image_part((7, 8, 9)), "what are these?", timings=True)
     told = (await api.post(COMPLETIONS, json=request)).json()["timings_ms"]
     begin = told["intake"] + told["validate"]
     assert told["tokenize"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
@@ -91,7 +91,7 @@ async def test_offsets_are_where_the_stages_began(api: httpx.AsyncClient) -> Non
 
 
 async def test_an_item_that_is_asked_for_by_name_has_a_stage_of_its_own(api: httpx.AsyncClient) -> None:
-    named = png((1, 2, 3)) | {"uuid": "timed"}
+    named = image_part((1, 2, 3)) | {"uuid": "timed"}
     await api.post(COMPLETIONS, json=chat(named, "what is this?"))
     again = {"type": "image_url", "image_url": None, "uuid": "timed"}
     body = (await api.post(COMPLETIONS, json=chat(again, "what is this?", timings=True))).json()
@@ -106,7 +106,7 @@ async def test_every_answer_about_a_prompt_has_the_header(api: httpx.AsyncClient
         (f"{COMPLETIONS}/render", "finish"),
         ("/tokenize", "tokenize"),
     ):
-        response = await api.post(path, json=chat(png(), "what is this?"))
+        response = await api.post(path, json=chat(image_part(), "what is this?"))
         told = phases(response.headers["server-timing"])
         assert list(told)[-2:] == [last, "total"]
         assert sum(told.values()) - told["total"] == pytest.approx(

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout
 from deployments.media import embed_files as embeds
 from deployments.media.embed_files import Embeds, load_embeds
+from tests.support.corpus import embedding_files
 from tests.support.paths import CORPUS
 
 TENSOR = torch.arange(12, dtype=torch.float32).reshape(3, 4) / 7
@@ -370,16 +371,7 @@ NOT_TAKEN = {
 }
 
 
-def corpus() -> list[Any]:
-    try:
-        lines = (CORPUS / "MANIFEST.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return [pytest.param({}, marks=pytest.mark.skip("the corpus of embeddings is not here"))]
-    rows = [json.loads(line) for line in lines]
-    return [pytest.param(row, id=row["file"]) for row in rows if row["file"].startswith("embeds/")]
-
-
-@pytest.mark.parametrize("row", corpus())
+@pytest.mark.parametrize("row", embedding_files())
 def test_the_corpus(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = (CORPUS / "media" / row["file"]).read_bytes()

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import socket
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,73 +17,11 @@ from multidict import CIMultiDict
 from deployments.errors import FetchFailed, FetchRefused, MediaTooLarge, StageTimeout
 from deployments.media.fetch import Fetcher
 from deployments.media.urls import UrlPolicy
-from tests.deployments.media.test_urls import HOSTILE, MALFORMED
+from tests.support.hostile_urls import targets
+from tests.support.media_hosts import Handler, SilentHost, answer, raw_serving, serving
 
 LOOPBACK = UrlPolicy.of([], ["127.0.0.0/8"])
 MIB = 1 << 20
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Host:
-    """A media host: what it was asked for, and its address."""
-
-    def __init__(self) -> None:
-        self.requests: list[web.Request] = []
-        self.port = 0
-
-    def url(self, path: str = "/x") -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-
-@asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[Host]:
-    host = Host()
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        assert isinstance(request, web.BaseRequest)
-        host.requests.append(request)  # type: ignore[arg-type]
-        return await handler(request)  # type: ignore[arg-type]
-
-    runner = web.ServerRunner(web.Server(handle, access_log=None), shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host.port = runner.addresses[0][1]
-    try:
-        yield host
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def raw_serving(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> Any:
-    """A host that says what it likes; yields its port and the list of its connections."""
-    connections: list[int] = []
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(1)
-        try:
-            await talk(reader, writer)
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[1], connections
-
-
-class SilentHost:
-    """Answers nothing; tells that a client came, and that it left."""
-
-    def __init__(self) -> None:
-        self.arrived, self.gone = asyncio.Event(), asyncio.Event()
-
-    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        self.arrived.set()
-        assert await reader.read() == b""
-        self.gone.set()
 
 
 @asynccontextmanager
@@ -93,13 +31,6 @@ async def fetching(policy: UrlPolicy = LOOPBACK, **options: Any) -> AsyncIterato
         yield fetcher
     finally:
         await fetcher.close()
-
-
-def answer(body: bytes = b"media", **options: Any) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=body, **options)
-
-    return handler
 
 
 def redirect(location: Callable[[web.Request], str], status: int = 302) -> Handler:
@@ -321,12 +252,6 @@ async def test_a_redirect_without_a_location_and_an_odd_status() -> None:
         async with serving(answer(status=304)) as host:
             with pytest.raises(FetchFailed, match="answered 304"):
                 await fetcher.fetch(host.url(), MIB, 5)
-
-
-def targets(port: int) -> list[str]:
-    """Every hostile spelling, aimed at the port of the listener that must not be reached."""
-    hosts = [f"http://{host}:{port}/" for host in [*HOSTILE, "localhost", "LOCALHOST.", "ip6-localhost"]]
-    return [*hosts, *(url.replace("127.0.0.1", f"127.0.0.1:{port}") for url in MALFORMED if url)]
 
 
 async def test_no_hostile_spelling_makes_a_connection() -> None:

@@ -12,7 +12,7 @@ from deployments.media import audio, mp4_index, video
 from deployments.media.audio import AudioLimits
 from deployments.media.mp4_index import promised_samples
 from deployments.media.video import VideoLimits
-from tests.deployments.media.test_video import clip
+from tests.support.media_files import clip
 
 CLIP = clip(list(range(9)))
 BILLION = 10**9

@@ -3,7 +3,6 @@
 import io
 import socket
 import threading
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -19,53 +18,13 @@ from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
 from deployments.media import video
 from deployments.media.containers import Decoded, DecodingCancelled
 from deployments.media.video import Timeline, VideoLimits, decode
+from tests.support.media_files import HEIGHT, WIDTH, clip, number_of, numbered
 
 LIMITS = VideoLimits()
-WIDTH, HEIGHT = 96, 48
-
-
-def coded(number: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
-    """A frame that shows `number` as eight dark or bright columns, the first bit left."""
-    columns = [255 if number >> (7 - bit) & 1 else 0 for bit in range(8)]
-    row = np.repeat(np.array(columns, np.uint8), width // 8)
-    return np.broadcast_to(row[None, :, None], (height, width, 3)).copy()
-
-
-def read(frame: np.ndarray) -> int:
-    middles = frame[frame.shape[0] // 2, frame.shape[1] // 16 :: frame.shape[1] // 8].mean(axis=1)
-    return sum(1 << (7 - bit) for bit in range(8) if middles[bit] > 128)
-
-
-def clip(
-    times: list[int],
-    *,
-    format: str = "mp4",
-    codec: str = "libx264",
-    time_base: Fraction = Fraction(1, 30),
-    pix_fmt: str = "yuv420p",
-    options: dict[str, str] | None = None,
-    rotation: int = 0,
-    picture: Callable[[int], np.ndarray] = coded,
-) -> bytes:
-    """Frames at `times`, in units of `time_base`."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=format) as container:
-        height, width = picture(0).shape[:2]
-        stream = container.add_stream(codec, rate=1 / time_base, width=width, height=height, pix_fmt=pix_fmt)
-        stream.codec_context.time_base = stream.time_base = time_base
-        stream.codec_context.options = options or {}
-        if rotation:
-            stream.set_display_rotation(rotation)
-        for number, time in enumerate(times):
-            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
-            frame.pts, frame.time_base = time, time_base
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return file.getvalue()
 
 
 def shown(decoded: Decoded) -> list[int]:
-    return [read(frame) for frame in decoded.arrays["frames"]]
+    return [number_of(frame) for frame in decoded.arrays["frames"]]
 
 
 def indices(decoded: Decoded) -> list[int]:
@@ -160,7 +119,7 @@ def test_seeking_between_key_frames_finds_the_same_frames(gop: str, bframes: str
     assert shown(decode(data, 9, None, LIMITS)) == np.linspace(0, 99, 9, dtype=int).tolist()
 
 
-def test_only_what_is_needed_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_needed_is_denumbered(monkeypatch: pytest.MonkeyPatch) -> None:
     fed: list[Any] = []
     feed = video._feed
 
@@ -228,7 +187,7 @@ def test_rotation_is_applied(rotation: int) -> None:
         frame[: HEIGHT // 2, :, 0] = 255
         return frame
 
-    decoded = decode(clip([0, 1], rotation=rotation, picture=red_top), None, None, LIMITS)
+    decoded = decode(clip([0, 1], rotation=rotation, draw=red_top), None, None, LIMITS)
     expected = np.rot90(red_top(0), rotation // 90)  # FFmpeg counts counter-clockwise
     assert decoded.arrays["frames"][0].shape == expected.shape
     assert (decoded.info["width"], decoded.info["height"]) == (expected.shape[1], expected.shape[0])
@@ -236,7 +195,7 @@ def test_rotation_is_applied(rotation: int) -> None:
 
 
 def test_odd_sizes() -> None:
-    data = clip([0, 1], codec="libx264", pix_fmt="yuv444p", picture=lambda number: coded(number)[:47])
+    data = clip([0, 1], codec="libx264", pix_fmt="yuv444p", draw=lambda number: numbered(number)[:47])
     assert decode(data, None, None, LIMITS).arrays["frames"].shape == (2, 47, WIDTH, 3)
 
 
@@ -245,7 +204,7 @@ def test_frames_are_what_pyav_makes_of_them(width: int, height: int) -> None:
     """Sizes whose lines FFmpeg pads."""
     rng = np.random.default_rng(0)
     pictures = [rng.integers(0, 256, (height, width, 3), np.uint8) for _ in range(3)]
-    data = clip([0, 1, 2], picture=pictures.__getitem__)
+    data = clip([0, 1, 2], draw=pictures.__getitem__)
     with av.open(io.BytesIO(data)) as container:
         expected = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert np.array_equal(decode(data, None, None, LIMITS).arrays["frames"], expected)
@@ -253,7 +212,7 @@ def test_frames_are_what_pyav_makes_of_them(width: int, height: int) -> None:
 
 def animation(format: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    frames = [Image.fromarray(coded(number)) for number in range(6)]
+    frames = [Image.fromarray(numbered(number)) for number in range(6)]
     frames[0].save(file, format, save_all=True, append_images=frames[1:], **options)
     return file.getvalue()
 
@@ -285,14 +244,17 @@ def test_animations_without_times_and_with_transparency() -> None:
     [
         (VideoLimits(max_seconds=1.9), r"longer than the limit of 1\.9 s"),
         (VideoLimits(max_frames=59), "more than the limit of 59 frames"),
-        (VideoLimits(max_pixels=WIDTH * HEIGHT - 1), "96x48 have more than the limit of 4607 pixels"),
+        (
+            VideoLimits(max_pixels=WIDTH * HEIGHT - 1),
+            "96x48 have more than the limit of 4607 pixels",
+        ),
         (
             VideoLimits(max_decoded_bytes=8 * WIDTH * HEIGHT * 3 - 1),
             "8 frames of 96x48 are more than the limit",
         ),
     ],
 )
-def test_limits_hold_before_anything_is_decoded(
+def test_limits_hold_before_anything_is_denumbered(
     limits: VideoLimits, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(video, "_feed", None)

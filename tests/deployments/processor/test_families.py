@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from deployments.types import Chat, Modality
-from scripts.families import DOCS, document
 from tests.support.family_models import WITH_MODELS, tiny_model
 from tests.support.tiny_families import FAMILIES, Family, compared, conversation, samples
 from tests.support.tiny_models import (
@@ -119,7 +118,3 @@ def test_settings_of_a_request_have_the_effect_they_have_in_a_joint_call(family:
         if name == "max_soft_tokens":
             continue  # the tiny processor has the smallest possible value already
         assert_exact(family, conversation(items), items, **{name: value})
-
-
-def test_the_table_in_the_docs_is_up_to_date() -> None:
-    assert DOCS.read_text(encoding="utf-8") == document(), "run python -m scripts.families --write"

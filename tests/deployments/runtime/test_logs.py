@@ -1,5 +1,6 @@
 import io
 import logging
+from collections.abc import Iterator
 from contextvars import copy_context
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from deployments.runtime.logs import VERBOSE, log_context, set_up_logs
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
+def unchanged_logger() -> Iterator[None]:
     logger = logging.getLogger("ray.serve")
     before = list(logger.filters)
     yield
@@ -41,7 +42,7 @@ def test_a_media_hosts_error_is_one_line(caplog: pytest.LogCaptureFixture) -> No
     assert record.exc_info is None
 
 
-def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_names_its_item(caplog: pytest.LogCaptureFixture) -> None:
     error = InvalidMedia("The image is damaged.")
 
     def call() -> None:
@@ -60,7 +61,7 @@ def test_a_line_names_the_item_that_it_is_about(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("error", [ServingError("The model failed."), KeyError("a bug")])
-def test_what_is_not_the_clients_keeps_its_traceback(
+def test_an_error_of_the_server_keeps_its_traceback(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = logged(error, caplog)
@@ -79,12 +80,12 @@ def test_a_console_has_the_warnings_and_a_file_all(
 ) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
     logger, console = logging.getLogger("ray.serve"), io.StringIO()
-    handlers = [logging.StreamHandler(console), logging.FileHandler(tmp_path / "log")]
-    monkeypatch.setattr(logger, "handlers", handlers)
+    file = logging.FileHandler(tmp_path / "log")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(console), file])
     monkeypatch.setenv(VERBOSE, verbose)
     set_up_logs()
     logger.info("well")
     logger.warning("bad")
-    handlers[1].close()
+    file.close()
     assert console.getvalue().split() == shown
     assert (tmp_path / "log").read_text().split() == ["well", "bad"]

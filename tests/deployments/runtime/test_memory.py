@@ -32,7 +32,7 @@ def fail(made: list[weakref.ref[Large]]) -> None:
     raise ValueError
 
 
-async def test_an_error_that_is_kept_keeps_no_variables() -> None:
+async def test_a_kept_error_keeps_no_variables() -> None:
     made: list[weakref.ref[Large]] = []
     held = [Large()]
     error = None
@@ -46,7 +46,7 @@ async def test_an_error_that_is_kept_keeps_no_variables() -> None:
     assert held == []
 
 
-def test_nor_do_the_errors_that_it_came_from() -> None:
+def test_the_causes_of_a_kept_error_keep_no_variables() -> None:
     made: list[weakref.ref[Large]] = []
     error = None
     try:
@@ -89,6 +89,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have settings of their own")
-def test_what_was_freed_is_used_again_without_being_mapped_again() -> None:
+def test_freed_memory_is_used_again_without_a_new_mapping() -> None:
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 10 * 64  # of 40960 pages

@@ -23,13 +23,13 @@ def start(pool: WorkPool, request_id: str, work: object, *args: object) -> async
     return asyncio.create_task(pool.run(work, *args))  # type: ignore[arg-type]
 
 
-async def test_the_result_comes_with_the_time_that_it_took(pool: WorkPool) -> None:
+async def test_a_result_comes_with_its_service_time(pool: WorkPool) -> None:
     result, ms = await pool.run(pow, 2, 5)
     assert result == 32
     assert 0 <= ms < 1000
 
 
-async def test_what_the_work_raises_is_raised_where_it_is_awaited(pool: WorkPool) -> None:
+async def test_an_error_of_the_work_is_raised_by_await(pool: WorkPool) -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run(divmod, 1, 0)
     assert (await pool.run(abs, -1))[0] == 1  # the thread lives
@@ -42,8 +42,8 @@ async def test_only_the_pools_threads_step_back(pool: WorkPool) -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
-async def test_requests_have_turns(pool: WorkPool) -> None:
-    """Of a request with many items one runs, then one of each other request that waits."""
+async def test_requests_take_turns(pool: WorkPool) -> None:
+    """One item of a request with many items runs, then one of each waiting request."""
     order: list[str] = []
     gate, begun = threading.Event(), threading.Event()
 
@@ -54,7 +54,7 @@ async def test_requests_have_turns(pool: WorkPool) -> None:
     first = start(pool, "many", hold)
     await asyncio.to_thread(begun.wait)
     many = [start(pool, "many", order.append, f"many {i}") for i in range(4)]
-    await asyncio.sleep(0)  # all of them have come before
+    await asyncio.sleep(0)  # one turn of the loop: all of them are queued first
     single = [start(pool, name, order.append, name) for name in ("single", "another")]
     await asyncio.sleep(0)
     gate.set()
@@ -62,7 +62,7 @@ async def test_requests_have_turns(pool: WorkPool) -> None:
     assert order == ["many 0", "single", "another", "many 1", "many 2", "many 3"]
 
 
-async def test_what_has_not_begun_can_be_cancelled(pool: WorkPool) -> None:
+async def test_queued_work_can_be_cancelled(pool: WorkPool) -> None:
     ran: list[int] = []
     gate, begun = threading.Event(), threading.Event()
 
@@ -81,7 +81,7 @@ async def test_what_has_not_begun_can_be_cancelled(pool: WorkPool) -> None:
     assert ran == [2]
 
 
-async def test_nobody_waits_for_a_pool_that_is_shut_down(pool: WorkPool) -> None:
+async def test_a_shutdown_cancels_queued_work(pool: WorkPool) -> None:
     gate, begun = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -98,12 +98,12 @@ async def test_nobody_waits_for_a_pool_that_is_shut_down(pool: WorkPool) -> None
 
 
 class Large:
-    """Stands for what is worth letting go of."""
+    """Stands for an object that must be released."""
 
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """An idle process collects no cycles."""
+    """Switches the garbage collector off, as it rarely runs in an idle process."""
     gc.collect()
     gc.disable()
     yield
@@ -111,7 +111,7 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collections")
-async def test_work_that_fails_when_nobody_waits_any_more_leaves_nothing(pool: WorkPool) -> None:
+async def test_work_that_fails_after_its_cancellation_keeps_nothing(pool: WorkPool) -> None:
     gate, begun = threading.Event(), threading.Event()
 
     def fail(large: Large) -> None:

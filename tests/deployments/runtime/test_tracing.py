@@ -20,10 +20,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, get_current_span
 
 from deployments.runtime import tracing
-from tests.server.test_embeds import audio_embeds
-from tests.support.cluster import Server, chat, free_ports, media, media_server, wait_until
+from tests.support.cluster import ServeConfig, Server, free_ports, media_server, wait_until
 from tests.support.collector import Collector, listening
+from tests.support.embeddings import audio_embeds
 from tests.support.paths import ROOT
+from tests.support.requests import chat, media
 
 SAMPLES = ROOT / "docs" / "samples"
 COMPLETIONS = "/v1/chat/completions"
@@ -59,16 +60,17 @@ class Stage:
         await asyncio.Event().wait()
 
 
-async def test_off_nothing_goes_along() -> None:
+async def test_without_tracing_a_call_carries_no_context() -> None:
     with tracing.calling("Stage") as context, tracing.span("item") as span:
         assert context == {}
         assert not span.is_recording()
         assert await Stage().work(3, **context) == Record(3)
 
 
-async def test_the_context_goes_along_as_a_keyword(kept: InMemorySpanExporter) -> None:
+async def test_the_context_travels_as_a_keyword(kept: InMemorySpanExporter) -> None:
     with tracing.calling("Stage") as context:
-        await asyncio.create_task(Stage().work(3, **context), context=contextvars.Context())
+        # Like a call in another process, it does not inherit this context.
+        await contextvars.Context().run(asyncio.ensure_future, Stage().work(3, **context))
     part, stage, call = kept.get_finished_spans()
     assert (part.name, stage.name, call.name) == ("part", "Stage", "call Stage")
     assert part.parent == stage.context
@@ -77,10 +79,10 @@ async def test_the_context_goes_along_as_a_keyword(kept: InMemorySpanExporter) -
     assert stage.attributes == {"stage": "Stage", "num_bytes": 3}
 
 
-async def test_what_is_cancelled_has_not_failed(kept: InMemorySpanExporter) -> None:
+async def test_a_cancelled_call_has_not_failed(kept: InMemorySpanExporter) -> None:
     started = asyncio.Event()
     with tracing.calling("Stage") as context:
-        task = asyncio.create_task(Stage().wait(started, **context))
+        task = asyncio.ensure_future(Stage().wait(started, **context))
         await started.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -89,7 +91,7 @@ async def test_what_is_cancelled_has_not_failed(kept: InMemorySpanExporter) -> N
     assert stage.attributes == {"stage": "Stage", "cancelled": True}
 
 
-def test_of_what_a_client_sends_along_only_the_context_is_taken(
+def test_a_clients_baggage_is_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module, name in ((tracing, "provider"), (tracing, "_tracer"), (propagate, "_HTTP_TEXT_FORMAT")):
@@ -111,7 +113,7 @@ def collector() -> Collector:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
-    def change(config: dict[str, Any]) -> None:
+    def change(config: ServeConfig) -> None:
         config["applications"][0]["args"]["otlp_endpoint"] = collector.url
 
     with Server.start(tmp_path_factory.mktemp("traced"), change, EXPORT) as server:
@@ -181,7 +183,7 @@ def test_one_request_is_one_trace_through_all_processes(traced: Server, collecti
 
 
 @cluster
-def test_attributes_tell_sizes_and_never_what_is_in_them(traced: Server, collecting: Collector) -> None:
+def test_attributes_have_sizes_and_never_contents(traced: Server, collecting: Collector) -> None:
     """A video by URL, streamed, in a trace that the server begins."""
     before = {span.trace for span in collecting.spans}
     with media_server() as host:
@@ -207,13 +209,13 @@ def test_attributes_tell_sizes_and_never_what_is_in_them(traced: Server, collect
     assert spans["MediaLoader"].attributes.items() >= loaded.items()
     assert spans["fetch"].parent == spans["MediaLoader"].id
     assert spans["Model"].attributes["num_tokens"] > 0
-    told = [value for span in spans.values() for value in span.attributes.values()]
-    assert max(len(str(value)) for value in told) < 50
-    assert "what do you see" not in str(told)
+    values = [value for span in spans.values() for value in span.attributes.values()]
+    assert max(len(str(value)) for value in values) < 50
+    assert "what do you see" not in str(values)
 
 
 @cluster
-def test_an_error_is_marked_where_it_happened(traced: Server, collecting: Collector) -> None:
+def test_an_error_is_marked_at_its_stage(traced: Server, collecting: Collector) -> None:
     trace = "5bf92f3577b34da6a3ce929d0e0e4737"
     broken = media("image", "data:image/png;base64,AAAA")
     answer = traced.post(COMPLETIONS, chat(picture(), broken, "what do you see?"), parent_of(trace))
@@ -238,7 +240,7 @@ def test_an_error_is_marked_where_it_happened(traced: Server, collecting: Collec
 
 
 @cluster
-def test_what_the_caller_does_not_sample_is_not_told(traced: Server, collecting: Collector) -> None:
+def test_an_unsampled_trace_is_not_exported(traced: Server, collecting: Collector) -> None:
     unsampled, sampled = "6bf92f3577b34da6a3ce929d0e0e4738", "7bf92f3577b34da6a3ce929d0e0e4739"
     for trace, flags in ((unsampled, "00"), (sampled, "01")):
         traced.post(COMPLETIONS, chat(picture(), "what do you see?"), parent_of(trace, flags))
@@ -247,7 +249,7 @@ def test_what_the_caller_does_not_sample_is_not_told(traced: Server, collecting:
 
 
 @cluster
-def test_a_collector_that_is_away_is_told_once_and_costs_no_request(
+def test_a_missing_collector_is_logged_once_and_costs_no_request(
     traced: Server, collector: Collector
 ) -> None:
     for _ in range(3):

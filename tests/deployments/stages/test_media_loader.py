@@ -33,8 +33,8 @@ from deployments.runtime.payload import pack_pieces, unpack
 from deployments.runtime.single_flight import SingleFlight
 from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
 from deployments.types import Media, MediaOptions, MediaSource, Modality
-from tests.deployments.media.test_fetch import SilentHost, answer, raw_serving, serving
-from tests.deployments.media.test_video import clip
+from tests.support.media_files import clip
+from tests.support.media_hosts import SilentHost, answer, raw_serving, serving
 from tests.support.paths import ROOT
 
 OPTIONS = MediaOptions()

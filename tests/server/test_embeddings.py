@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import threading
-from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 import torch
 
-from tests.server.test_cluster import COMPLETIONS, connect, data_uri, png, send
-from tests.support.cluster import Server, chat, media, media_server, wait_until
+from tests.support.cluster import Server, media_server, wait_until
+from tests.support.embeddings import audio_embeds, tensor2base64
+from tests.support.media_files import png
+from tests.support.raw_http import connect, send
+from tests.support.requests import COMPLETIONS, chat, data_uri, media
 from tests.support.tiny_models import encoded_by_omni
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -21,25 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 MIB = 2**20
 
 
-def tensor2base64(tensor: torch.Tensor) -> str:
-    """What the function of this name does in vLLM's documentation."""
-    with io.BytesIO() as buffer:
-        torch.save(tensor, buffer)
-        return base64.b64encode(buffer.getvalue()).decode()
-
-
-def audio_embeds(num_tokens: int) -> dict[str, object]:
-    values = torch.randn(num_tokens, 128)
-    return {"type": "audio_embeds", "audio_embeds": tensor2base64(values)}
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        yield client
-
-
-def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) -> None:
+def test_the_official_client_sends_embeddings_like_to_vllm(client: openai.OpenAI) -> None:
     """The parts and the calls are those of vLLM's page on multimodal inputs."""
     image = encoded_by_omni("photo.png")
     grid = image.embeds["image_embeds"]["image_grid_thw"]
@@ -53,7 +36,7 @@ def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) 
     }
     model = client.models.list().data[0].id
 
-    def answer(part: object) -> str | None:
+    def answer(part: Any) -> str | None:
         return (
             client.chat.completions.create(
                 messages=[
@@ -74,7 +57,7 @@ def test_the_official_client_sends_embeddings_as_to_vllm(client: openai.OpenAI) 
     assert caught.value.param == "messages[1].content[1]"
 
 
-def test_references_and_memory_go_back(server: Server) -> None:
+def test_answered_and_refused_embeddings_leave_no_memory(server: Server) -> None:
     """After an answer from embeddings by reference, and after 16 MB that were too many for the context."""
     answered = chat(audio_embeds(800), "what?", max_tokens=2)  # 400 KB
     refused = chat(audio_embeds(32 * 1024), "what?")
@@ -99,7 +82,7 @@ def test_references_and_memory_go_back(server: Server) -> None:
         wait_until(lambda: all(size < 48 * MIB for size in grown().values()), why=lambda: str(grown()))
 
 
-def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
+def test_a_client_that_leaves_frees_its_embeddings(server: Server) -> None:
     """The embeddings are loaded, and wait for an image that never comes."""
     asked = threading.Event()
 
@@ -110,7 +93,7 @@ def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
     with media_server() as remote, server.object_store() as store:
         remote.handlers = {"/0.png": never}
         idle = store()
-        connection = connect(server, reused=False)
+        connection = connect(server)
         send(connection, chat(audio_embeds(32 * 1024), media("image", f"{remote.url}/0.png")))
         assert asked.wait(10)
         wait_until(lambda: store()[1] >= idle[1] + 16 * MIB, why=lambda: str(store()))
@@ -119,7 +102,7 @@ def test_a_client_that_leaves_leaves_nothing(server: Server) -> None:
         wait_until(lambda: store() <= idle, why=lambda: f"{store()}, {idle} before")
 
 
-def test_an_item_that_its_processor_refuses_leaves_nothing(server: Server) -> None:
+def test_a_refused_item_leaves_no_object(server: Server) -> None:
     thin = media("image", data_uri("image/png", png(size=(60_000, 2))))  # 360 KB when decoded
     with server.object_store() as store:
         idle = store()
