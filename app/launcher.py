@@ -152,7 +152,7 @@ def wrong_settings(config: dict[str, Any]) -> str | None:
     from ray.serve.schema import ServeDeploySchema
 
     from app.config import AppConfig
-    from app.openai.protocol import param_path, plainly
+    from app.openai.validation import describe, param_path
 
     wrong: list[str] = []
     try:
@@ -167,7 +167,7 @@ def wrong_settings(config: dict[str, Any]) -> str | None:
     except ValidationError as error:
         for each in error.errors():
             path = param_path(each["loc"])
-            wrong.append(f"args.{path} {plainly(each)}" if path else f"args: {plainly(each)}")
+            wrong.append(f"args.{path} {describe(each)}" if path else f"args: {describe(each)}")
     return "; ".join(wrong) or None
 
 

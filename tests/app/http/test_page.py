@@ -80,7 +80,7 @@ def test_a_chat_with_all_three_modalities(page: Browser) -> None:
     )
     assert [name for name, *_ in rows] == ["request", "prompt", "photo.png", "sound.wav", "clip.mp4", "model"]
     for _, *kinds in rows[2:5]:
-        assert {"queue", "load"} <= set(kinds)  # and no preprocess for what was seen before
+        assert {"queue", "MediaLoader"} <= set(kinds)  # and no preprocess for what was seen before
     assert {"join", "queue", "prefill", "decode"} <= set(rows[5])
 
     page.click(".seen summary")
@@ -311,17 +311,17 @@ def test_the_stages_of_a_server_are_shown_as_they_work(page: Browser) -> None:
 TIMINGS: dict[str, Any] = {
     "intake": 6.0,
     "validate": 4.0,
-    "tokenize": {"start": 10.0, "queue": 1.0, "service": 4.0},
+    "Tokenizer": {"start": 10.0, "queue": 1.0, "service": 4.0},
     "items": [
         {
             "param": "messages[0].content[0]",
             "modality": "image",
-            "load": {"start": 10.0, "queue": 5.0, "fetch": 5.0, "service": 10.0},
-            "preprocess": {"start": 30.0, "queue": 10.0, "service": 10.0},
+            "MediaLoader": {"start": 10.0, "queue": 5.0, "fetch": 5.0, "service": 10.0},
+            "MMPreprocessor": {"start": 30.0, "queue": 10.0, "service": 10.0},
         }
     ],
     "join": 2.0,
-    "model": {"start": 52.0, "queue": 8.0, "prefill": 15.0, "decode": 24.0},
+    "Model": {"start": 52.0, "queue": 8.0, "prefill": 15.0, "decode": 24.0},
     "finish": 1.0,
     "total": 100.0,
 }
@@ -339,14 +339,14 @@ def test_a_waterfall_shows_what_ran_beside_and_after_what(busy: Browser) -> None
     )
     assert rows == [
         ["request", ["intake", 0, 6], ["validate", 6, 4]],
-        ["prompt", ["queue", 10, 1], ["tokenize", 11, 4]],
+        ["prompt", ["queue", 10, 1], ["Tokenizer", 11, 4]],
         [
             "photo.png",
             ["queue", 10, 5],
             ["fetch", 15, 5],
-            ["load", 20, 10],
+            ["MediaLoader", 20, 10],
             ["queue", 30, 10],
-            ["preprocess", 40, 10],
+            ["MMPreprocessor", 40, 10],
         ],
         [
             "model",

@@ -255,7 +255,7 @@ async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> N
     first = body["items"][0]
     assert first["source"]["kind"] == "data"
     assert first["source"]["mime"] == "image/png"
-    assert set(first["timings_ms"]) == {"load", "preprocess"}
+    assert set(first["timings_ms"]) == {"MediaLoader", "MMPreprocessor"}
     assert "pixel_values" in first["features"]
     assert len({i["digest"] for i in body["items"]}) == 3
 
@@ -362,7 +362,7 @@ async def test_a_client_that_leaves_in_its_body(graph: LocalGraph, caplog: pytes
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b""}
     await app(scope, receive, send)
     assert sent[0]["status"] == 499
-    assert "the client left before its request had come" in caplog.messages
+    assert "the client disconnected before its request was complete" in caplog.messages
     assert not any(record.exc_info for record in caplog.records)
 
 

@@ -24,8 +24,8 @@ ROUNDING_MS = 0.05  # of some forty numbers with three decimals
 
 def told_sum(timings: dict[str, Any]) -> float:
     """As app/http/timings.py defines it."""
-    ways = [timings["tokenize"], *timings.get("items", [])]
-    model = timings.get("model", {})
+    ways = [timings["Tokenizer"], *timings.get("items", [])]
+    model = timings.get("Model", {})
     alone = (timings.get(name, 0) for name in ("intake", "validate", "join", "finish"))
     return sum(alone) + max(map(way, ways)) + sum(ms for name, ms in model.items() if name != "start")
 
@@ -75,17 +75,19 @@ async def test_offsets_are_where_the_stages_began(api: httpx.AsyncClient) -> Non
     request = chat(png((4, 5, 6)), png((7, 8, 9)), "what are these?", timings=True)
     told = (await api.post(COMPLETIONS, json=request)).json()["timings_ms"]
     begin = told["intake"] + told["validate"]
-    assert told["tokenize"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+    assert told["Tokenizer"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
     for item in told["items"]:
-        assert item["load"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
-        loaded = item["load"]["start"] + way(item["load"])
-        assert item["preprocess"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
-        assert item["load"]["service"] > 0 < item["preprocess"]["service"]
+        assert item["MediaLoader"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+        loaded = item["MediaLoader"]["start"] + way(item["MediaLoader"])
+        assert item["MMPreprocessor"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
+        assert item["MediaLoader"]["service"] > 0 < item["MMPreprocessor"]["service"]
     ends = [
-        stage["start"] + way(stage) for item in told["items"] for stage in (item["load"], item["preprocess"])
+        stage["start"] + way(stage)
+        for item in told["items"]
+        for stage in (item["MediaLoader"], item["MMPreprocessor"])
     ]
-    end = max(*ends, told["tokenize"]["start"] + way(told["tokenize"]))
-    assert told["model"]["start"] == pytest.approx(end + told["join"], abs=ROUNDING_MS)
+    end = max(*ends, told["Tokenizer"]["start"] + way(told["Tokenizer"]))
+    assert told["Model"]["start"] == pytest.approx(end + told["join"], abs=ROUNDING_MS)
     assert [item["param"] for item in told["items"]] == ["messages[0].content[0]", "messages[0].content[1]"]
     assert {item["modality"] for item in told["items"]} == {"image"}
 
@@ -96,7 +98,7 @@ async def test_an_item_that_is_asked_for_by_name_has_a_stage_of_its_own(api: htt
     again = {"type": "image_url", "image_url": None, "uuid": "timed"}
     body = (await api.post(COMPLETIONS, json=chat(again, "what is this?", timings=True))).json()
     (item,) = body["timings_ms"]["items"]
-    assert set(item) == {"param", "modality", "recall"}
+    assert set(item) == {"param", "modality", "MMPreprocessor"}
     assert told_sum(body["timings_ms"]) == pytest.approx(body["timings_ms"]["total"], abs=ROUNDING_MS)
 
 
@@ -147,7 +149,11 @@ def test_the_times_of_a_mixed_request_are_all_of_it(server: Server) -> None:
     assert told_sum(told) == pytest.approx(told["total"], rel=0.05)
     assert told["total"] < wall_ms < told["total"] + 2000  # HTTP, HAProxy and a client that is not quick
     slow, *others = told["items"]
-    assert slow["load"]["fetch"] >= HELD_S * 1000 > max(item["load"].get("fetch", 0) for item in others)
-    assert slow["load"]["service"] < HELD_S * 1000
-    assert all(item["load"]["service"] > 0 for item in told["items"])
-    assert told["model"]["prefill"] > 0 < told["model"]["decode"]
+    assert (
+        slow["MediaLoader"]["fetch"]
+        >= HELD_S * 1000
+        > max(item["MediaLoader"].get("fetch", 0) for item in others)
+    )
+    assert slow["MediaLoader"]["service"] < HELD_S * 1000
+    assert all(item["MediaLoader"]["service"] > 0 for item in told["items"])
+    assert told["Model"]["prefill"] > 0 < told["Model"]["decode"]
