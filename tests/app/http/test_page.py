@@ -250,9 +250,9 @@ def test_nothing_is_wider_than_the_screen(page: Browser, width: int) -> None:
 
 
 STAGES = [
-    {"name": "decode", "queued": 9, "in_flight": 4, "rate_per_s": 90.0, "cache_hit_rate": 0.5},
-    {"name": "preprocess", "queued": 6, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
-    {"name": "model", "queued": 0, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
+    {"name": "MediaLoader.decode", "queued": 9, "in_flight": 4, "rate_per_s": 90.0, "cache_hit_rate": 0.5},
+    {"name": "MMPreprocessor", "queued": 6, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
+    {"name": "Model", "queued": 0, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
 ]
 
 
@@ -261,7 +261,7 @@ def busy(browser: Browser) -> Iterator[Browser]:
     """The page of a server whose stages are at work: numbers that no real one has twice."""
 
     async def html(_: object) -> web.Response:
-        return web.Response(body=(ROOT / "app/static/index.html").read_bytes(), content_type="text/html")
+        return web.Response(body=(ROOT / "app/http/static/index.html").read_bytes(), content_type="text/html")
 
     with media_server() as stub:
         stub.handlers["/"] = html
@@ -275,8 +275,8 @@ def busy(browser: Browser) -> Iterator[Browser]:
 
 def test_the_stage_that_is_waited_for_longest_is_the_bottleneck(busy: Browser) -> None:
     busy.wait("!document.querySelector('#stages').hidden")
-    assert busy.text("#bottleneck") == "preprocess is the bottleneck"
-    assert busy.text("li.bottleneck strong") == "preprocess"
+    assert busy.text("#bottleneck") == "MMPreprocessor is the bottleneck"
+    assert busy.text("li.bottleneck strong") == "MMPreprocessor"
     loader, preprocessor, model = busy.text("#stage-list .soft").splitlines()
     assert loader == "4 in flight · 9 waiting · 90/s · 50 % from cache"
     assert preprocessor == "1 in flight · 6 waiting · 2/s · ≈ 3.00 s to wait"
@@ -287,10 +287,10 @@ def test_what_starves_the_model_is_the_bottleneck_whatever_the_queues(busy: Brow
     busy.wait("!document.querySelector('#stages').hidden")
     busy.script(
         "watching = false; showStages(arguments[0])",
-        {"stages": STAGES, "starved_by": "decode", "starvation_s": {"decode": 4.5}},
+        {"stages": STAGES, "starved_by": "MediaLoader.decode", "starvation_s": {"MediaLoader.decode": 4.5}},
     )
-    assert busy.text("#bottleneck") == "the model waits for decode"
-    assert busy.text("li.bottleneck strong") == "decode"
+    assert busy.text("#bottleneck") == "the model waits for MediaLoader.decode"
+    assert busy.text("li.bottleneck strong") == "MediaLoader.decode"
     assert "kept the model waiting 4.5 of 10 s" in busy.text("li.bottleneck .soft")
 
 
@@ -329,13 +329,13 @@ TIMINGS: dict[str, Any] = {
 
 def test_a_waterfall_shows_what_ran_beside_and_after_what(busy: Browser) -> None:
     rows = busy.script(
-        """const [timings] = arguments;
+        """const timings = JSON.parse(arguments[0]);
         const turn = {items: [{name: "photo.png"}]};
         turns.push(turn);
         const place = ({className, style}) => [className, parseFloat(style.left), parseFloat(style.width)];
         return [...waterfall(timings, timings.items, turn).children].map((row) =>
             [row.querySelector(".name").textContent, ...[...row.querySelectorAll(".bar i")].map(place)]);""",
-        TIMINGS,
+        json.dumps(TIMINGS),  # as text: the driver sorts the keys of objects
     )
     assert rows == [
         ["request", ["intake", 0, 6], ["validate", 6, 4]],
