@@ -11,8 +11,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 from app.http.auth import key_digests
-from app.http.routes import ApiSettings
-from app.openai.protocol import MediaIOKwargs
+from app.http.settings import ApiSettings
+from app.openai.requests import MediaIOKwargs
 from deployments.processor.checkpoint import resolve
 from deployments.stages.embedding_loader import EmbeddingLoaderConfig
 from deployments.stages.media_loader import MediaLoaderConfig
@@ -101,19 +101,19 @@ class AppConfig(BaseModel):
     @property
     def api(self) -> ApiSettings:
         return ApiSettings(
-            self.served_model_name,
-            self.timeout_s,
-            self.max_body_bytes,
-            self.max_inflight_body_bytes,
-            self.body_idle_timeout_s,
-            self.max_media_bytes,
-            self.media_io_kwargs,
-            self.limit_mm_per_prompt,
-            self.enable_mm_embeds,
-            self.enable_prompt_embeds,
-            self.enable_reset_mm_cache,
-            self.page,
-            key_digests(self.api_keys_file),
-            self.cors_allow_origins,
-            self.otlp_endpoint,
+            model_name=self.served_model_name,
+            timeout_s=self.timeout_s,
+            max_body_bytes=self.max_body_bytes,
+            max_inflight_body_bytes=self.max_inflight_body_bytes,
+            body_idle_timeout_s=self.body_idle_timeout_s,
+            max_media_bytes=self.max_media_bytes,
+            media_io_kwargs=self.media_io_kwargs,
+            limit_mm_per_prompt=self.limit_mm_per_prompt,
+            enable_mm_embeds=self.enable_mm_embeds,
+            enable_prompt_embeds=self.enable_prompt_embeds,
+            enable_reset_mm_cache=self.enable_reset_mm_cache,
+            page=self.page,
+            api_keys=key_digests(self.api_keys_file),
+            cors_allow_origins=self.cors_allow_origins,
+            otlp_endpoint=self.otlp_endpoint,
         )

@@ -27,10 +27,10 @@ from app.calls import (
     tell_all,
     without_gaps,
 )
-from app.intake.body import LongString
+from app.intake.long_string import LongString
 from app.intake.precedence import Precedence
-from app.openai.chat import Item, ParsedChat
-from app.openai.protocol import Numbers
+from app.openai.content import InlineTensor
+from app.openai.parse_chat import Item, ParsedChat
 from app.watch import Watch
 from deployments.errors import (
     ArraysEvicted,
@@ -242,7 +242,7 @@ class Pipeline:
         groups = _groups(parsed.items, self._stages.inputs.joint)
         start = deadline.ms()
         pending = (self._prepare_traced(group, terms) for group in groups)
-        with nullcontext() if groups else self.precedence.claim():
+        with nullcontext() if groups else self.precedence.hold_priority():
             # Items start first: they take longer than the prompt.
             results: list[Any] = await gather_or_cancel([*pending, self._encode(parsed, deadline)])
         *done, (prompt, tokenize) = results
@@ -334,7 +334,7 @@ class Pipeline:
             async with terms.at_once:
                 if items[0].kind == "embeds":
                     return [await self._load_embeddings(items[0], terms.deadline)]
-                if items[0].kind == "name":
+                if items[0].kind == "uuid":
                     return [await self._recall(items[0], terms)]
                 sources = [await _source(item) for item in items]
                 items = [replace(item, data=b"") for item in items]  # they live as long as the answer
@@ -363,7 +363,7 @@ class Pipeline:
         terms.room.take(done.features.length, item.param)
         _count_bytes("MMPreprocessor", source.modality, done.media.num_bytes, done.features.nbytes)
         loading, processing = timing.split(done.media.service_ms)
-        timings = {"load": loading, "preprocess": processing}
+        timings = {"MediaLoader": loading, "MMPreprocessor": processing}
         return [PreparedItem(item, done.features, timings, done.media.num_bytes, done.media)]
 
     async def _call_read(
@@ -400,7 +400,7 @@ class Pipeline:
             PreparedItem(
                 item,
                 features,
-                {"load": loading, "preprocess": processing},
+                {"MediaLoader": loading, "MMPreprocessor": processing},
                 media.num_bytes,
                 replace(media, payload=None),  # the model does not need it
             )
@@ -439,7 +439,9 @@ class Pipeline:
             ),
             on=ReplicaDied,
         )
-        return PreparedItem(item, record.features, {"recall": timing}, record.media.num_bytes, record.media)
+        return PreparedItem(
+            item, record.features, {"MMPreprocessor": timing}, record.media.num_bytes, record.media
+        )
 
     async def _load_embeddings(self, item: Item, deadline: Deadline) -> PreparedItem:
         source = await self._embedding_source(item)
@@ -454,7 +456,7 @@ class Pipeline:
             on=ReplicaDied,
         )
         _count_bytes("EmbeddingLoader", modality, num_bytes, features.nbytes)
-        return PreparedItem(item, features, {"load": timing}, num_bytes)
+        return PreparedItem(item, features, {"EmbeddingLoader": timing}, num_bytes)
 
     async def _load(self, source: MediaSource, terms: _Terms) -> tuple[Media, Timing]:
         stage = self._stages.media.options(session_id=_place(source.url or source.sample))
@@ -503,7 +505,7 @@ class Pipeline:
         for item in items:
             if item.kind == "embeds":
                 self._form(item)
-            elif item.kind == "name" and item.modality in self._stages.inputs.joint:
+            elif item.kind == "uuid" and item.modality in self._stages.inputs.joint:
                 raise InvalidRequest(
                     f"{item.param}: this model looks at every {item.modality} of a request together; none is"
                     " kept by its uuid. Send it again.",
@@ -610,7 +612,7 @@ async def _source(item: Item) -> MediaSource:
     )
 
 
-async def _as_sent(tensor: bytes | LongString | Numbers) -> list[Payload] | npt.NDArray[Any]:
+async def _as_sent(tensor: bytes | LongString | InlineTensor) -> list[Payload] | npt.NDArray[Any]:
     return np.array(tensor) if isinstance(tensor, list) else await _payloads(tensor)
 
 

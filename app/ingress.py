@@ -11,7 +11,8 @@ from ray import serve
 from tokenizers import Tokenizer
 
 from app.fanout import Pipeline, Stages
-from app.http.routes import ApiSettings, create_app
+from app.http.routes import create_app
+from app.http.settings import ApiSettings
 from app.readiness import missing_stages
 from deployments.runtime import tracing
 from deployments.runtime.logs import set_up_logs

@@ -1,9 +1,9 @@
-"""Starts `serve run` with checks before, a word when it is ready, and a clean end. For scripts/serve.
+"""Checks the configuration, runs `serve run`, reports when the server is ready, and stops it cleanly.
 
     scripts/serve [config.yaml] [--verbose]
 
-Prints what a person wants to know; `--verbose` shows every log line of every stage. The logs are in Ray's
-session folder either way.
+Prints warnings, errors and the server's state; `--verbose` prints every log line of every stage. All logs are
+in Ray's session folder too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-# Ports of Ray Serve itself. Some of them two servers would share without a word, and mix up their requests.
+# Ports of Ray Serve itself. Two servers could share some of them silently, and would mix up their requests.
 SERVE_PORTS = {
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
@@ -35,22 +35,24 @@ SERVE_PORTS = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 30000,
 }
 RAY_SETTINGS = {
-    # Ray starts workers at niceness 15; at 0, only the pools of heavy work stand back.
+    # Ray starts workers at niceness 15. At 0, only the pools for heavy work have a lower priority.
     "RAY_worker_niceness": "0",
-    # Every call between stages is a task: books of each, for `ray list tasks` and Ray's own statistics, take
-    # time in every process.
+    # Every call between stages is a task. Recording each of them, for `ray list tasks` and for Ray's own
+    # statistics, takes time in every process.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
 }
-RELEASE_S = 65.0
+RELEASE_S = 65.0  # the OS keeps ports of closed connections for a minute (TIME_WAIT)
+Config = dict[str, Any]  # of Ray Serve, as YAML has it
+
 LOGS = Path(tempfile.gettempdir(), "ray/session_latest/logs/serve")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# As text, or as JSON.
+# In text logs and in JSON logs.
 _LEVEL = re.compile(r"""[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]""")
-_BAD = ("WARNING", "ERROR", "CRITICAL")
+_SHOWN_LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TRACE = re.compile(r"Traceback|Error:")
-# Ray's warning of every address but 0.0.0.0, for clusters of several nodes. Loopback is meant, see README.md.
+# Ray warns of every address but 0.0.0.0, for clusters of several nodes. Loopback is intended, see README.md.
 _EXPECTED = re.compile(r"HTTPOptions\.host='127\.0\.0\.1' won't accept connections")
 _DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to update the deployments|DEPLOY_FAILED")
 
@@ -64,8 +66,9 @@ def main() -> int:
         config = yaml.safe_load(args.config.read_text())
         config["applications"][0]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, LookupError) as error:
-        told = str(error) if isinstance(error, (OSError, yaml.YAMLError)) else "it is no config of Ray Serve"
-        print(f"Headrace cannot start: {args.config}: {told}", file=sys.stderr)
+        readable = isinstance(error, (OSError, yaml.YAMLError))
+        reason = str(error) if readable else "it is not a config of Ray Serve: it has no `applications`"
+        print(f"Headrace cannot start: {args.config}: {reason}", file=sys.stderr)
         return 1
     problem = wrong_settings(config)
     http = {"host": "127.0.0.1", "port": 8000} | ((not problem and config.get("http_options")) or {})
@@ -73,15 +76,15 @@ def main() -> int:
         print(f"Headrace cannot start: {problem}", file=sys.stderr)
         return 1
     url = f"http://{http['host']}:{http['port']}"
-    print(f"Starting Headrace from {args.config}; its logs go to {LOGS}", flush=True)
-    hear_interrupts()
+    print(f"Starting Headrace from {args.config}. Logs: {LOGS}", flush=True)
+    restore_sigint()
     server = subprocess.Popen(
         [sys.executable, "-m", "ray.serve.scripts", "run", str(args.config)],
         env={**RAY_SETTINGS, **os.environ, **({"HEADRACE_VERBOSE": "1"} if args.verbose else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        process_group=0,  # a terminal's Ctrl-C comes to us alone, and to `serve run` once, through `stop`
+        process_group=0,  # a terminal's Ctrl-C reaches this process alone; `stop` passes it on once
     )
     stopping = threading.Event()
 
@@ -95,21 +98,21 @@ def main() -> int:
         signal.signal(number, stop)
     threading.Thread(target=announce, args=(server, url, stop), daemon=True).start()
     assert server.stdout is not None
-    # Once it stops, the stages' complaints about each other's absence are of no use to anybody.
+    # While the server stops, its stages log errors about each other's absence, which mean nothing.
     relay((line for line in server.stdout if args.verbose or not stopping.is_set()), args.verbose, stop)
     return server.wait()
 
 
-def hear_interrupts() -> None:
-    """For `serve run`, which shuts down cleanly, HAProxy included, on SIGINT alone.
+def restore_sigint() -> None:
+    """Stops ignoring SIGINT, on which alone `serve run` shuts down cleanly, HAProxy included.
 
-    Who was started in the background by a shell without job control ignores it, and so would whom they start.
+    A shell without job control starts background processes with SIGINT ignored, and children inherit that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def serve_ports(config: dict[str, Any]) -> dict[str, int]:
+def serve_ports(config: Config) -> dict[str, int]:
     env = config.get("controller_options") or {}
     for key in ("runtime_env", "env_vars"):
         env = env.get(key) or {}
@@ -117,22 +120,20 @@ def serve_ports(config: dict[str, Any]) -> dict[str, int]:
 
 
 def busy_port(host: str, port: int, serve: dict[str, int]) -> str | None:
-    """One line that says what is in the way."""
+    """Returns one line about a port that is taken, or None. Waits for ports that are about to be released."""
     if not bindable(host, port):
-        return f"port {port} is taken. Is it running already? Stop it, or change http_options.port."
-    # For a minute after a server stopped, connections that ended (TIME_WAIT) hold the last of its ports.
-    patience = time.monotonic() + RELEASE_S
+        return f"port {port} is taken. Stop the server that uses it, or change http_options.port."
+    deadline = time.monotonic() + RELEASE_S
     for name, number in serve.items():
         if not bindable("0.0.0.0", number) and RELEASE_S:
-            print(f"Port {number} is still taken, as by the last server's connections for a minute;", end="")
-            print(f" waiting up to {RELEASE_S:.0f} s for it ...", flush=True)
+            print(f"Waiting up to {RELEASE_S:.0f} s for the OS to release port {number} ...", flush=True)
         while not bindable("0.0.0.0", number):
-            if time.monotonic() < patience:
+            if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
             return (
                 f"port {number} is taken, by another Ray Serve or an HAProxy that a killed server left behind"
-                f" (`pgrep -a haproxy`). End it, or set {name} in the config's env_vars."
+                f" (`pgrep -a haproxy`). Stop it, or set {name} in the config's env_vars."
             )
     return None
 
@@ -147,12 +148,12 @@ def bindable(host: str, port: int) -> bool:
     return True
 
 
-def wrong_settings(config: dict[str, Any]) -> str | None:
-    """What Serve or the application would refuse, or ignore, told before anything is started."""
+def wrong_settings(config: Config) -> str | None:
+    """Returns one line about all settings that Serve or the application would refuse or ignore, or None."""
     from ray.serve.schema import ServeDeploySchema
 
     from app.config import AppConfig
-    from app.openai.protocol import param_path, plainly
+    from app.openai.validation import describe, param_path
 
     wrong: list[str] = []
     try:
@@ -167,12 +168,12 @@ def wrong_settings(config: dict[str, Any]) -> str | None:
     except ValidationError as error:
         for each in error.errors():
             path = param_path(each["loc"])
-            wrong.append(f"args.{path} {plainly(each)}" if path else f"args: {plainly(each)}")
+            wrong.append(f"args.{path} {describe(each)}" if path else f"args: {describe(each)}")
     return "; ".join(wrong) or None
 
 
-def unknown_keys(config: dict[str, Any]) -> Iterator[str]:
-    """Of a config that Serve takes: it drops them without a word."""
+def unknown_keys(config: Config) -> Iterator[str]:
+    """Yields a message for each unknown key of a valid config. Serve itself ignores such keys silently."""
     from ray.serve.schema import (
         DeploymentSchema,
         HTTPOptionsSchema,
@@ -194,11 +195,11 @@ def unknown_keys(config: dict[str, Any]) -> Iterator[str]:
                 and deployment["name"] not in graph.DEPLOYMENTS
             ):
                 known = ", ".join(graph.DEPLOYMENTS)
-                yield f"{place}deployments[{j}].name: {deployment['name']} is none of {known}"
+                yield f"{place}deployments[{j}].name: {deployment['name']} is not one of {known}"
     for place, part, schema in parts:
         for key in part:
             if key not in schema.model_fields:
-                yield f"{place}{key} is not known here; settings of Headrace are under `args`"
+                yield f"{place}{key} is unknown; settings of Headrace belong under `args`"
 
 
 def announce(server: subprocess.Popen[str], url: str, give_up: Callable[[], object]) -> None:
@@ -213,9 +214,10 @@ def announce(server: subprocess.Popen[str], url: str, give_up: Callable[[], obje
             time.sleep(0.2)
     else:
         return
-    if ENVIRONMENT in os.environ and open_to_all(url):
+    if ENVIRONMENT in os.environ and answers_without_key(url):
         print(
-            f"Headrace cannot start: {ENVIRONMENT} did not reach the Ray cluster, which ran before.",
+            f"Headrace cannot start: the Ray cluster was started without {ENVIRONMENT}."
+            " Stop it with `ray stop` and start again.",
             file=sys.stderr,
         )
         give_up()
@@ -224,7 +226,7 @@ def announce(server: subprocess.Popen[str], url: str, give_up: Callable[[], obje
         print(f"Headrace is ready at {url} after {seconds:.0f} s. Ctrl-C stops it.", flush=True)
 
 
-def open_to_all(url: str) -> bool:
+def answers_without_key(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/version", timeout=5):
             return True
@@ -234,23 +236,23 @@ def open_to_all(url: str) -> bool:
 
 
 def is_worth_showing(line: str) -> bool:
-    level = _LEVEL.search(line)  # the first one: what follows may speak of others
-    bad = level.group(1) in _BAD if level else _TRACE.search(line)
-    return bool(bad) and not _EXPECTED.search(line)
+    level = _LEVEL.search(line)  # the first one: the message may contain others
+    is_bad = level.group(1) in _SHOWN_LEVELS if level else _TRACE.search(line)
+    return bool(is_bad) and not _EXPECTED.search(line)
 
 
 def relay(lines: Iterable[str], verbose: bool, give_up: Callable[[], object]) -> None:
-    """Passes on what a person should see, until the server ends."""
+    """Prints the lines that matter, until the server ends."""
     showing = False
     for line in lines:
         plain = _COLOUR.sub("", line)
-        # A log line decides for the lines that follow it, such as those of a traceback.
+        # Lines without a level, such as those of a traceback, belong to the log line before them.
         if _LEVEL.search(plain):
             showing = is_worth_showing(plain)
         if verbose or showing or is_worth_showing(plain):
             print(line if sys.stdout.isatty() else plain, end="", flush=True)
         if _DEPLOY_FAILED.search(plain):
-            print("Headrace cannot start: see above for the reason.", file=sys.stderr, flush=True)
+            print("Headrace cannot start. The reason is above.", file=sys.stderr, flush=True)
             give_up()
 
 

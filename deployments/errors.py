@@ -1,27 +1,28 @@
-"""Everything a request can fail with. The tree is the table:
+"""The errors that a request can fail with. The tree is the table:
 
-    ServingError                     500  our fault, or a bug
-    ├── InvalidRequest               400  the request's JSON says something we cannot do
+    ServingError                     500  a fault of the server
+    ├── InvalidRequest               400  the request is wrong, or asks for something that is not supported
     │   └── PromptTooLong            400  more tokens than the model's context
-    ├── Unauthorized             401  no API key, or a wrong one
+    ├── Unauthorized                 401  no API key, or a wrong one
     ├── ModelNotFound                404  unknown model name
     ├── RequestTimeout               408  the body did not arrive in time
     ├── RequestTooLarge              413  the body is over the limit
     ├── UnsupportedEncoding          415  the body is compressed
-    ├── InvalidMedia                 422  the item's bytes are not what they should be
+    ├── InvalidMedia                 422  the item's bytes are not valid media
     │   ├── MediaTooLarge            413  the item is over a declared limit (bytes, pixels, seconds, frames)
-    │   └── UnsupportedMedia         415  a format or modality we or the model do not take
-    ├── UnknownUUID                  422  no item is known by this uuid (any more); send it again
-    ├── FetchRefused                 422  the URL is not allowed by policy, its host's name is unknown, or the
-    │                                     host said 4xx
-    ├── FetchFailed                  502  the media host is unreachable, or said 5xx
+    │   └── UnsupportedMedia         415  a format or modality that the server or the model does not support
+    ├── UnknownUUID                  422  no item with this uuid is kept (any more); send it again
+    ├── FetchRefused                 422  the URL policy forbids the URL, its host is unknown, or the host
+    │                                     answered 4xx
+    ├── FetchFailed                  502  the media host is unreachable, or answered 5xx
+    ├── ArraysEvicted                409  between stages only: a cache no longer has an item's arrays
     ├── Overloaded                   503  a queue is full; try again
     ├── StageUnavailable             503  a replica died and a retry did not help, or the server is starting
     └── StageTimeout                 504  the request's deadline passed
 
-Raise with a message that says what to change. `param` names the item (`messages[0].content[2]`); a stage
-leaves it out and the pipeline, which knows the item, fills it in. Messages carry no address, no path of the
-server and no repr of an object. Arguments are positional and equal to those of `Exception`, so that the
+A message says what to change. `param` names the item (`messages[0].content[2]`); a stage leaves it out, and
+the fan-out, which knows the item, fills it in. Messages contain no address, no path of the server and no repr
+of an object. Arguments are positional and equal to those of `Exception`, so that the
 errors survive pickling between processes.
 """
 
@@ -108,7 +109,7 @@ class FetchFailed(ServingError):
 
 
 class ArraysEvicted(ServingError):
-    """Between stages only: the arrays of an item are wanted after all."""
+    """Never reaches a client: the fan-out loads the item again, with its arrays."""
 
     status = 409
     code = "not_decoded"

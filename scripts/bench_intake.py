@@ -51,11 +51,11 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import app.graph
-import app.http.routes
+import app.http.body_reader
 import app.ingress
 from app.config import AppConfig
 from app.http import gate, middleware
-from app.intake.body import Body
+from app.intake.scanner import Body
 from deployments.errors import PromptTooLong
 from deployments.media.base64_stream import decode
 from deployments.runtime.payload import unpack_pieces
@@ -156,12 +156,18 @@ def _store_bytes() -> int:
     return int(get_memory_info_reply(state).store_stats.object_store_bytes_used)
 
 
+class _PlainBody(Body):
+    def parse(self) -> dict[str, object]:
+        document: dict[str, object] = json.loads(self.document)
+        return document
+
+
 def _be_plain() -> None:
     async def read_body(chunks: AsyncIterable[bytes], **_: object) -> Body:
         document = b"".join([chunk async for chunk in chunks])
-        return Body(document, {}, len(document))
+        return _PlainBody(document, {}, len(document))
 
-    vars(app.http.routes).update(read_body=read_body, parse=lambda body: json.loads(body.document))
+    vars(app.http.body_reader).update(read_body=read_body)
 
 
 class _InProcess:

@@ -1,4 +1,4 @@
-"""Who may ask: API keys as bearer tokens, and pages of other origins (CORS). Both are off by default.
+"""Access control: API keys as bearer tokens, and web pages of other origins (CORS). Both are off by default.
 
 Only digests of the keys leave this module, so that no log, error or dashboard can show a key.
 """
@@ -15,22 +15,22 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.openai.protocol import error_envelope
+from app.http.responses import error_response
 from deployments.errors import Unauthorized
 
 ENVIRONMENT = "HEADRACE_API_KEYS"
 OPEN_PATHS = frozenset({"/", "/health"})  # the page holds no data; load balancers have no key
 
-_KEY = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750: what a bearer token may consist of
+_KEY = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750: the characters of a bearer token
 
 
 def key_digests(file: str) -> tuple[bytes, ...]:
-    """SHA-256 of every key in the file and in the environment; none: everybody may ask.
+    """SHA-256 of every key in the file and in the environment. Without any, requests need no key.
 
-    Raises ValueError, without any key in it, for what was meant to protect the server and cannot.
+    Raises ValueError for a file or variable without a valid key. Its message contains no key.
     """
     return tuple(hashlib.sha256(key.encode()).digest() for key in _keys(file))
 
@@ -50,7 +50,7 @@ def _read(file: str) -> str:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is no UTF-8 text") from None
+        raise ValueError(f"{file} is not UTF-8 text. Save it as UTF-8") from None
 
 
 def _checked(candidates: Iterator[str], origin: str) -> list[str]:
@@ -69,7 +69,7 @@ def protect(app: FastAPI, digests: Sequence[bytes], allow_origins: Sequence[str]
     if digests:
         app.add_middleware(ApiKeys, digests=digests)
     if allow_origins:
-        # Outside of the keys: a browser's preflight carries none, and may read why it was refused.
+        # Before the keys are checked: preflights carry no key, and a page may then read why it was refused.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=allow_origins,
@@ -80,34 +80,33 @@ def protect(app: FastAPI, digests: Sequence[bytes], allow_origins: Sequence[str]
 
 
 class ApiKeys:
-    """Refuses who has no key, before the first byte of the body is read."""
+    """Refuses requests without a valid key before the first byte of the body is read."""
 
     def __init__(self, app: ASGIApp, digests: Sequence[bytes]) -> None:
         self._app = app
         self._digests = digests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope) or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope) or self._has_valid_key(Headers(scope=scope)):
             await self._app(scope, receive, send)
         else:
             await _refusal()(scope, receive, send)
 
-    def _knows(self, headers: Headers) -> bool:
+    def _has_valid_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return False
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        # All of them are compared, so that the time tells nothing; `any` would stop at the first.
+        # Every digest is compared, so that the time reveals nothing; `any` would stop at the first match.
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
 
-def _refusal() -> JSONResponse:
+def _refusal() -> Response:
     error = Unauthorized("Send one of this server's API keys as `Authorization: Bearer <key>`.")
-    envelope = error_envelope(error.message, "invalid_request_error", None, error.code)
-    # Closed, else the client would send all of its body before it reads the answer.
-    return JSONResponse(envelope, error.status, {"WWW-Authenticate": "Bearer", "Connection": "close"})
+    # Without `close` the client would send its whole body before it reads the answer.
+    return error_response(error, {"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
 def _is_open(scope: Scope) -> bool:
-    """`root_path`: Serve's route_prefix, which the path begins with."""
+    """The path begins with `root_path`, which is Serve's route_prefix."""
     return scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS

@@ -1,16 +1,16 @@
 """Back-pressure from the intake to the client.
 
-Serve takes a body from uvicorn as fast as it comes and queues it, without a bound, for the application. This
-ASGI middleware stands between the two: it receives no further while more than AHEAD_BYTES are queued. uvicorn
-then stops reading the socket, and the client has to wait.
+Serve takes a body from uvicorn as fast as it comes and queues it without a limit. This ASGI middleware stands
+between the two: it receives no further while more than AHEAD_BYTES are queued. Then uvicorn stops reading the
+socket, and the client has to wait.
 
-An answer that comes before the end of its request's body closes the connection, and would be lost with it:
-most clients read only when they have sent everything. So after such an answer what comes is thrown away for a
-while, and the connection is closed then.
+Most clients read only when they have sent everything. An answer before the end of its request's body closes
+the connection and would be lost. So after such an answer the gate discards the rest of the body for a while,
+and closes the connection then.
 
-It also drops headers that are not ASCII: Serve reads some of them as UTF-8, and an `x-request-id` that is
-none would end in a bare 500 before the application. One that is long would be in every line of every stage's
-log; Serve then makes up another.
+It also drops headers that would end in a bare 500 before the application: Serve reads some of them as UTF-8.
+So a header must be ASCII. A long `x-request-id` is dropped too, since it would be in every log line of every
+stage; Serve then makes one up.
 
 `app/http/middleware.py` installs it.
 """
@@ -21,28 +21,32 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 AHEAD_BYTES = 2**20
-LINGER_S = 30.0  # that a client may go on sending after its answer
-LINGER_IDLE_S = 5.0  # and this long nothing
+LINGER_S = 30.0  # for which the rest of a body is discarded after the answer
+LINGER_IDLE_S = 5.0  # without a byte of it
 MAX_REQUEST_ID = 512  # characters
 
 _KEY = "headrace.gate"
 
 
-def taken(scope: Mapping[str, Any], num_bytes: int) -> None:
-    """The application took so many bytes of the request's body from the queue. From any thread."""
-    if gate := scope.get(_KEY):
+def taken(scope: Mapping[str, object], num_bytes: int) -> None:
+    """Reports that the application took bytes of the body from the queue. Safe in any thread."""
+    if gate := _gate(scope):
         gate.taken(num_bytes)
 
 
-def arrival(scope: Mapping[str, Any]) -> float | None:
-    """When the head of the request was read, by `time.perf_counter`."""
-    gate = scope.get(_KEY)
+def arrival(scope: Mapping[str, object]) -> float | None:
+    """When the headers of the request arrived, by `time.perf_counter`."""
+    gate = _gate(scope)
     return gate.arrival if gate else None
+
+
+def _gate(scope: Mapping[str, object]) -> _Gate | None:
+    gate = scope.get(_KEY)
+    return gate if isinstance(gate, _Gate) else None
 
 
 class GateMiddleware:
@@ -67,8 +71,8 @@ class _Gate:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._is_whole = False  # the request has come, or its client has left
-        self._lingers = False  # the answer was sent before that
+        self._is_whole = False  # all of the request has arrived, or the client has left
+        self._lingers = False  # the answer was complete before the request
         self._loop = asyncio.get_running_loop()
         self._is_open = asyncio.Event()
         self._queued = 0

@@ -1,37 +1,38 @@
-"""What Serve puts between uvicorn and the application, by its RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+"""ASGI middleware between uvicorn and the application.
+
+Serve installs it in every replica and in its own proxy: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names
+`middlewares`.
+"""
 
 from __future__ import annotations
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.gate import GateMiddleware
-from app.openai.protocol import error_envelope
+from app.http.responses import error_response
 from deployments.errors import StageUnavailable
 
-_NOT_READY = JSONResponse(
-    error_envelope("No replica of Ingress is ready. Try again.", "server_error", None, StageUnavailable.code),
-    StageUnavailable.status,
-    {"Retry-After": "1", "Connection": "close"},
+_NOT_READY = error_response(
+    StageUnavailable("No replica of Ingress is ready. Try again."), {"Connection": "close"}
 )
 
 
 def middlewares() -> list[Middleware]:
-    """The last one is the outermost."""
+    """The middleware of this process; the last one is the outermost."""
     try:
         serve.get_replica_context()
     except RayServeException:
-        return [Middleware(NoIngress), Middleware(GateMiddleware)]
+        return [Middleware(NoIngressMiddleware), Middleware(GateMiddleware)]
     return [Middleware(GateMiddleware)]
 
 
-class NoIngress:
-    """Serve's own proxy, which HAProxy falls back to while no ingress is ready, says so.
+class NoIngressMiddleware:
+    """Answers 503 in Serve's own proxy, to which HAProxy falls back while no ingress is ready.
 
-    It would keep requests and their bodies until there is one, and HAProxy has its health checks there.
+    The proxy would keep requests and their bodies until one is. HAProxy's health checks are under /-/.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""The page at `/`: one static file, read once; its script and style are the only ones a browser will run."""
+"""The page at `/`: one static file. Its own script and style are the only ones that a browser will run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_page(app: FastAPI) -> None:
         "Permissions-Policy": "microphone=(self)",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",  # kept, but asked for again: a new server has a new page
+        "Cache-Control": "no-cache",  # cached, but revalidated: a new server has a new page
         "ETag": f'"{hashlib.sha256(html).hexdigest()[:32]}"',
     }
 
@@ -31,7 +31,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def content_security_policy(html: str) -> str:
-    """Nothing but the page's own script and style, media that it was given, and this server."""
+    """Allows the page's own script and style, media that the user attached, and this server."""
     directives = {
         "default-src": "'none'",
         "script-src": _hash_of("script", html),
@@ -47,6 +47,6 @@ def content_security_policy(html: str) -> str:
 
 
 def _hash_of(tag: str, html: str) -> str:
-    """CSP's name for the content of the only such element."""
+    """The CSP source of the only such element: a hash of its content."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,10 +1,10 @@
-"""Token ids of a stream into text: characters never split, stop strings honoured across token borders."""
+"""Turns streamed token ids into text. Characters stay whole, and stop strings may span several tokens."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -12,27 +12,34 @@ from tokenizers.decoders import DecodeStream
 from deployments.types import TokenLogprob
 
 
-class TextStream:
-    """Feed token ids, get the text that is certain by now.
+class LogprobEntry(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: NotRequired[list[LogprobEntry]]
 
-    Held back: bytes of an unfinished character, and a tail that may turn out to begin a stop string.
+
+class TextStream:
+    """Takes token ids and returns the text that is certain by now.
+
+    It holds back bytes of an unfinished character, and a tail that may be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """`min_tokens`: so many tokens hold no stop string, whatever they say."""
+        """`min_tokens`: the first tokens, among which a stop string does not count."""
         self._tokenizer = tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = ""
-        self._unstoppable = min_tokens
-        self.stopped = False  # a stop string was reached: what follows does not count
+        self._tokens_before_stop = min_tokens
+        self.stopped = False  # a stop string was found; later tokens are ignored
 
     def push(self, token_id: int) -> str:
         if self.stopped:
             return ""
         self._held += self._decoder.step(self._tokenizer, token_id) or ""
-        self._unstoppable -= 1
-        if self._unstoppable >= 0:
+        self._tokens_before_stop -= 1
+        if self._tokens_before_stop >= 0:
             return self._release(len(self._held))
         cut = min((at for s in self._stop if (at := self._held.find(s)) >= 0), default=None)
         if cut is not None:
@@ -41,11 +48,11 @@ class TextStream:
         return self._release(len(self._held) - self._undecided())
 
     def finish(self) -> str:
-        """What was held back only because a stop string might have come."""
+        """Returns the text that was held back for a stop string that did not come."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _undecided(self) -> int:
-        """Length of the longest tail that is a proper beginning of a stop string."""
+        """Length of the longest tail that a stop string begins with."""
         longest = max((len(s) for s in self._stop), default=1) - 1
         for n in range(min(longest, len(self._held)), 0, -1):
             if any(s.startswith(self._held[-n:]) for s in self._stop):
@@ -59,18 +66,20 @@ class TextStream:
 
 def logprob_entries(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
-) -> list[dict[str, Any]]:
-    """What OpenAI tells of each token, where `logprobs` were asked for."""
+) -> list[LogprobEntry]:
+    """OpenAI's `logprobs.content`: one entry for each token."""
     return [
-        _entry(tokenizer, token_id, told.logprob)
-        | {"top_logprobs": [_entry(tokenizer, *alternative) for alternative in told.top]}
-        for token_id, told in zip(token_ids, logprobs, strict=True)
+        {
+            **_entry(tokenizer, token_id, each.logprob),
+            "top_logprobs": [_entry(tokenizer, *alternative) for alternative in each.top],
+        }
+        for token_id, each in zip(token_ids, logprobs, strict=True)
     ]
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> LogprobEntry:
     content = _bytes(tokenizer, token_id)
-    # JSON has no infinity; this is what OpenAI tells of what as good as never comes.
+    # JSON has no infinity. OpenAI sends -9999 for tokens that are next to impossible.
     return {
         "token": content.decode(errors="replace"),
         "logprob": max(logprob, -9999.0),
@@ -79,7 +88,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 
 
 def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """A token may be a part of a character only, of which decoding by itself would make nothing."""
+    """The token's own bytes. Decoding alone would lose a token that is only a part of a character."""
     token = tokenizer.id_to_token(token_id)
     if token is None:
         return b""
@@ -92,7 +101,7 @@ def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable ones as themselves, the others from U+0100 on."""
+    """The characters by which byte-level tokenizers write bytes: printable ones as themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, OwnerDiedError
 from app.calls import Deadline
 from app.config import AppConfig
 from app.fanout import _sample
-from app.intake.body import LongString
-from app.openai.chat import Item, ParsedChat
+from app.intake.long_string import LongString
+from app.openai.parse_chat import Item, ParsedChat
 from deployments.errors import InvalidMedia, MediaTooLarge, ServingError, StageUnavailable
 from deployments.stages.media_loader import MediaLoader
 from deployments.stages.mm_preprocessor import MMPreprocessor
@@ -143,13 +143,13 @@ async def test_a_request_has_so_many_items_in_flight_and_no_more(graph: LocalGra
 async def test_a_text_has_precedence_until_its_first_token_and_media_have_none(graph: LocalGraph) -> None:
     pipeline = await graph.pipeline()
     claims: list[int] = []  # as each is made
-    claim = pipeline.precedence.claim
+    claim = pipeline.precedence.hold_priority
 
     def counted() -> AbstractContextManager[None]:
-        claims.append(pipeline.precedence._claims)
+        claims.append(pipeline.precedence._num_holders)
         return claim()
 
-    pipeline.precedence.claim = counted
+    pipeline.precedence.hold_priority = counted
     for chat, expected in (
         (parsed(11), []),
         (ParsedChat(Chat([{"role": "user", "content": "hi"}]), []), [0, 0]),
@@ -157,7 +157,7 @@ async def test_a_text_has_precedence_until_its_first_token_and_media_have_none(g
         prepared = await pipeline.prepare(chat, pipeline.media_options, Deadline(30), 2**20)
         deltas = pipeline.generate(prepared, SamplingParams(max_tokens=2), "key", Deadline(30))
         await anext(deltas)
-        assert (claims, pipeline.precedence._claims) == (expected, 0)
+        assert (claims, pipeline.precedence._num_holders) == (expected, 0)
         await deltas.aclose()
 
 
@@ -176,7 +176,7 @@ async def test_an_image_or_a_little_sound_in_the_request_needs_no_loader(graph: 
     for chat in (parsed(8), heard(730, seconds=0.5)):
         (item,) = (await prepare(graph, chat, media=local(DyingLoader, 2))).items
         assert item.features.num_tokens > 0
-        assert list(item.timings) == ["load", "preprocess"]
+        assert list(item.timings) == ["MediaLoader", "MMPreprocessor"]
         assert all(timing.service > 0 for timing in item.timings.values())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app import launcher as run_server
+from app import launcher
 from app.http.auth import ENVIRONMENT
 from app.launcher import SERVE_PORTS, announce, busy_port, relay, serve_ports, wrong_settings
 from tests.support.paths import ROOT
@@ -29,14 +29,14 @@ def taken():
         yield server.getsockname()[1]
 
 
-def test_a_busy_port_is_told_in_one_line(taken: int) -> None:
+def test_a_busy_port_is_reported_in_one_line(taken: int) -> None:
     assert busy_port("127.0.0.1", taken, {}) == (
-        f"port {taken} is taken. Is it running already? Stop it, or change http_options.port."
+        f"port {taken} is taken. Stop the server that uses it, or change http_options.port."
     )
 
 
-def test_a_stale_haproxy_is_told_in_one_line(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_server, "RELEASE_S", 0.0)
+def test_a_stale_haproxy_is_reported_in_one_line(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "RELEASE_S", 0.0)
     problem = busy_port("127.0.0.1", 0, {"RAY_SERVE_HAPROXY_STATS_PORT": taken})
     assert problem is not None
     assert problem.startswith(f"port {taken} is taken, by another Ray Serve or an HAProxy")
@@ -44,10 +44,10 @@ def test_a_stale_haproxy_is_told_in_one_line(taken: int, monkeypatch: pytest.Mon
     assert "\n" not in problem
 
 
-def test_what_is_started_from_the_background_can_be_stopped() -> None:
+def test_a_server_that_a_script_starts_in_the_background_can_be_stopped() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run_server.hear_interrupts()
+        launcher.restore_sigint()
         ignored = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
         assert subprocess.check_output([sys.executable, "-c", ignored], text=True) == "False\n"
     finally:
@@ -59,16 +59,16 @@ def test_free_ports_are_no_problem() -> None:
 
 
 @pytest.mark.parametrize("options", [None, {}, {"runtime_env": None}])
-def test_without_settings_of_its_own_serve_takes_its_usual_ports(options: dict[str, Any] | None) -> None:
+def test_serve_has_its_default_ports_unless_the_config_sets_them(options: dict[str, Any] | None) -> None:
     assert serve_ports({"controller_options": options}) == SERVE_PORTS
 
 
-def test_the_configs_own_ports_count() -> None:
+def test_ports_in_the_config_replace_the_defaults() -> None:
     env = {"runtime_env": {"env_vars": {"RAY_SERVE_HAPROXY_STATS_PORT": "1234"}}}
     assert serve_ports({"controller_options": env}) == SERVE_PORTS | {"RAY_SERVE_HAPROXY_STATS_PORT": 1234}
 
 
-def test_a_wrong_setting_is_told_by_name() -> None:
+def test_a_wrong_setting_is_named() -> None:
     args = {"media_loader": {"thread": 2}, "modle": "x", "timeout_s": "soon"}
     assert wrong_settings(served(args=args)) == (
         "args.timeout_s must be a number; args.media_loader.thread is not known here;"
@@ -79,16 +79,16 @@ def test_a_wrong_setting_is_told_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
-        ({**served(), "timeout_s": 3}, "timeout_s is not known here; settings of Headrace are under `args`"),
-        (served(timeout_s=3), "applications[0].timeout_s is not known here; settings of Headrace are"),
-        ({**served(), "http_options": {"prot": 1}}, "http_options.prot is not known here"),
+        ({**served(), "timeout_s": 3}, "timeout_s is unknown; settings of Headrace belong under `args`"),
+        (served(timeout_s=3), "applications[0].timeout_s is unknown; settings of Headrace belong"),
+        ({**served(), "http_options": {"prot": 1}}, "http_options.prot is unknown"),
         (served(deployments=None), "applications[0].deployments: Input should be a valid list"),
         ({**served(), "http_options": None}, "http_options: Input should be a valid dictionary"),
         (
             served(deployments=[{"name": "MMPreprocesor"}]),
-            "applications[0].deployments[0].name: MMPreprocesor is none of Ingress, Tokenizer, MediaLoader,",
+            "applications[0].deployments[0].name: MMPreprocesor is not one of Ingress, Tokenizer,",
         ),
         (
             served(deployments=[{"name": "Model", "num_replica": 2}]),
@@ -101,8 +101,8 @@ def test_a_wrong_setting_is_told_by_name() -> None:
         (served(args={"model": "/models/nope"}), "args: model '/models/nope': there is no such folder"),
     ],
 )
-def test_what_serve_would_ignore_or_fail_on_is_told_by_its_place(config: dict[str, Any], told: str) -> None:
-    assert str(wrong_settings(config)).startswith(told)
+def test_settings_that_serve_would_ignore_or_fail_on_are_named(config: dict[str, Any], message: str) -> None:
+    assert str(wrong_settings(config)).startswith(message)
 
 
 LINES = [
@@ -125,7 +125,7 @@ AS_JSON = [
     ("lines", "verbose", "shown"),
     [(LINES, False, LINES[1:3]), (LINES, True, LINES), (AS_JSON, False, AS_JSON[1:])],
 )
-def test_only_what_matters_is_shown(
+def test_only_warnings_and_errors_are_shown(
     lines: list[str], verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     relay(lines, verbose, lambda: None)
@@ -133,12 +133,17 @@ def test_only_what_matters_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
-    [(None, "No such file"), ("a: [", "expected"), ("- a", "no config of Ray Serve"), ("{}", "no config of")],
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        ("a: [", "expected"),
+        ("- a", "not a config of Ray Serve"),
+        ("{}", "not a config"),
+    ],
 )
-def test_what_is_no_config_is_told_in_one_line(
+def test_an_unusable_config_file_is_reported_in_one_line(
     content: str | None,
-    told: str,
+    reason: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -146,11 +151,11 @@ def test_what_is_no_config_is_told_in_one_line(
     config = tmp_path / "config.yaml"
     if content is not None:
         config.write_text(content)
-    monkeypatch.setattr(sys, "argv", ["run_server", str(config)])
-    assert run_server.main() == 1
+    monkeypatch.setattr(sys, "argv", ["launcher", str(config)])
+    assert launcher.main() == 1
     error = capsys.readouterr().err
     assert error.startswith(f"Headrace cannot start: {config}: ")
-    assert told in error.replace(str(config), "")
+    assert reason in error.replace(str(config), "")
 
 
 @pytest.mark.parametrize(
@@ -212,4 +217,4 @@ def test_a_server_that_the_keys_did_not_reach_is_ended(
     output = capsys.readouterr()
     assert bool(given_up) == refused
     assert ("is ready" in output.out) != refused
-    assert ("did not reach" in output.err) == refused
+    assert ("was started without" in output.err) == refused

@@ -14,8 +14,8 @@ import torch
 from app.calls import Deadline
 from app.config import AppConfig
 from app.fanout import Pipeline
-from app.openai.chat import parse_chat
-from app.openai.protocol import parse_chat_request
+from app.openai.parse_chat import parse_chat
+from app.openai.requests import parse_chat_request
 from deployments.errors import UnsupportedMedia
 from deployments.processor.checkpoint import load_model
 from deployments.types import Modality
@@ -84,7 +84,7 @@ async def test_render_shows_embeddings_like_media(api: httpx.AsyncClient, image:
         "image_embeds": {"shape": [tokens, 128], "dtype": "float32"},
         "image_grid_thw": {"shape": [1, 3], "dtype": "int64"},
     }
-    assert item["timings_ms"].keys() == {"load"}
+    assert item["timings_ms"].keys() == {"EmbeddingLoader"}
     assert "previews" not in item
     by_media = (await api.post(RENDER, json=chat("a", image.media))).json()
     assert response.json()["prompt_token_ids"] == by_media["prompt_token_ids"]
@@ -185,7 +185,7 @@ async def test_embeddings_are_off_by_default(graph: LocalGraph, part: dict[str, 
 async def test_a_model_without_embeddings_refuses_them(graph: LocalGraph, kind: str) -> None:
     stages = (await graph.pipeline())._stages
     pipeline = Pipeline(replace(stages, limits=replace(stages.limits, hidden_size=None)))
-    parsed = parse_chat(parse_chat_request(chat({kind: "QUJD"})), {})
+    parsed = parse_chat(parse_chat_request(chat({kind: "QUJD"})))
     with pytest.raises(UnsupportedMedia, match=f"takes no {kind}") as caught:
         await pipeline.prepare(parsed, pipeline.media_options, Deadline(30), 2**20)
     assert caught.value.param == PLACE

@@ -166,7 +166,7 @@ async def test_an_item_that_was_requested_twice_is_reported_as_processed_once(
     assert [item["cached"] for item in first] == [False] * 3
     assert [item["cached"] for item in again] == [True] * 3
     for item in first:
-        load, preprocess = item["timings_ms"]["load"], item["timings_ms"]["preprocess"]
+        load, preprocess = item["timings_ms"]["MediaLoader"], item["timings_ms"]["MMPreprocessor"]
         assert load["service"] > 0 < preprocess["service"]
         assert preprocess["start"] == pytest.approx(load["start"] + load["queue"] + load["service"], abs=0.01)
 

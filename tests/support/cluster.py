@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from app.launcher import RAY_SETTINGS, SERVE_PORTS, bindable, hear_interrupts
+from app.launcher import RAY_SETTINGS, SERVE_PORTS, bindable, restore_sigint
 from tests.support.paths import ROOT
 from tests.support.requests import COMPLETIONS, RENDER, chat, events
 
@@ -81,7 +81,7 @@ class Server:
         path.write_text(yaml.safe_dump(config))
         mark = f"HEADRACE_TEST={uuid.uuid4().hex}"
         output = (folder / "output.txt").open("w+")
-        hear_interrupts()
+        restore_sigint()
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
             cwd=ROOT,

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from app.config import AppConfig
 from app.fanout import Pipeline, Stages
-from app.http.routes import ApiSettings, create_app
+from app.http.routes import create_app
+from app.http.settings import ApiSettings
 from deployments.stages.embedding_loader import EmbeddingLoader
 from deployments.stages.media_loader import MediaLoader
 from deployments.stages.mm_preprocessor import MMPreprocessor

@@ -59,7 +59,7 @@ def test_keys_come_from_the_file_and_the_environment(file: Path, monkeypatch: py
         (b"# none yet\n", "holds no key"),
         (b"sk-secret\nsk secret\n", "key 2 in"),
         ("sk-s\u00e9cret".encode(), "key 1 in"),
-        (b"sk-secret\xff", "is no UTF-8 text"),
+        (b"sk-secret\xff", "is not UTF-8 text"),
     ],
 )
 def test_a_file_that_protects_nothing_is_refused_at_start(

@@ -81,7 +81,7 @@ def test_a_chat_with_all_three_modalities(page: Browser) -> None:
     )
     assert [name for name, *_ in rows] == ["request", "prompt", "photo.png", "sound.wav", "clip.mp4", "model"]
     for _, *kinds in rows[2:5]:
-        assert {"queue", "load"} <= set(kinds)  # and no preprocess for what was seen before
+        assert {"queue", "MediaLoader"} <= set(kinds)  # and no preprocess for what was seen before
     assert {"join", "queue", "prefill", "decode"} <= set(rows[5])
 
     page.click(".seen summary")
@@ -251,9 +251,9 @@ def test_nothing_is_wider_than_the_screen(page: Browser, width: int) -> None:
 
 
 STAGES = [
-    {"name": "decode", "queued": 9, "in_flight": 4, "rate_per_s": 90.0, "cache_hit_rate": 0.5},
-    {"name": "preprocess", "queued": 6, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
-    {"name": "model", "queued": 0, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
+    {"name": "MediaLoader.decode", "queued": 9, "in_flight": 4, "rate_per_s": 90.0, "cache_hit_rate": 0.5},
+    {"name": "MMPreprocessor", "queued": 6, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
+    {"name": "Model", "queued": 0, "in_flight": 1, "rate_per_s": 2.0, "cache_hit_rate": None},
 ]
 
 
@@ -276,8 +276,8 @@ def busy(browser: Browser) -> Iterator[Browser]:
 
 def test_the_stage_that_is_waited_for_longest_is_the_bottleneck(busy: Browser) -> None:
     busy.wait("!document.querySelector('#stages').hidden")
-    assert busy.text("#bottleneck") == "preprocess is the bottleneck"
-    assert busy.text("li.bottleneck strong") == "preprocess"
+    assert busy.text("#bottleneck") == "MMPreprocessor is the bottleneck"
+    assert busy.text("li.bottleneck strong") == "MMPreprocessor"
     loader, preprocessor, model = busy.text("#stage-list .soft").splitlines()
     assert loader == "4 in flight · 9 waiting · 90/s · 50 % from cache"
     assert preprocessor == "1 in flight · 6 waiting · 2/s · ≈ 3.00 s to wait"
@@ -288,10 +288,10 @@ def test_what_starves_the_model_is_the_bottleneck_whatever_the_queues(busy: Brow
     busy.wait("!document.querySelector('#stages').hidden")
     busy.script(
         "watching = false; showStages(arguments[0])",
-        {"stages": STAGES, "starved_by": "decode", "starvation_s": {"decode": 4.5}},
+        {"stages": STAGES, "starved_by": "MediaLoader.decode", "starvation_s": {"MediaLoader.decode": 4.5}},
     )
-    assert busy.text("#bottleneck") == "the model waits for decode"
-    assert busy.text("li.bottleneck strong") == "decode"
+    assert busy.text("#bottleneck") == "the model waits for MediaLoader.decode"
+    assert busy.text("li.bottleneck strong") == "MediaLoader.decode"
     assert "kept the model waiting 4.5 of 10 s" in busy.text("li.bottleneck .soft")
 
 
@@ -312,17 +312,17 @@ def test_the_stages_of_a_server_are_shown_as_they_work(page: Browser) -> None:
 TIMINGS: dict[str, Any] = {
     "intake": 6.0,
     "validate": 4.0,
-    "tokenize": {"start": 10.0, "queue": 1.0, "service": 4.0},
+    "Tokenizer": {"start": 10.0, "queue": 1.0, "service": 4.0},
     "items": [
         {
             "param": "messages[0].content[0]",
             "modality": "image",
-            "load": {"start": 10.0, "queue": 5.0, "fetch": 5.0, "service": 10.0},
-            "preprocess": {"start": 30.0, "queue": 10.0, "service": 10.0},
+            "MediaLoader": {"start": 10.0, "queue": 5.0, "fetch": 5.0, "service": 10.0},
+            "MMPreprocessor": {"start": 30.0, "queue": 10.0, "service": 10.0},
         }
     ],
     "join": 2.0,
-    "model": {"start": 52.0, "queue": 8.0, "prefill": 15.0, "decode": 24.0},
+    "Model": {"start": 52.0, "queue": 8.0, "prefill": 15.0, "decode": 24.0},
     "finish": 1.0,
     "total": 100.0,
 }
@@ -330,24 +330,24 @@ TIMINGS: dict[str, Any] = {
 
 def test_a_waterfall_shows_what_ran_beside_and_after_what(busy: Browser) -> None:
     rows = busy.script(
-        """const [timings] = arguments;
+        """const timings = JSON.parse(arguments[0]);
         const turn = {items: [{name: "photo.png"}]};
         turns.push(turn);
         const place = ({className, style}) => [className, parseFloat(style.left), parseFloat(style.width)];
         return [...waterfall(timings, timings.items, turn).children].map((row) =>
             [row.querySelector(".name").textContent, ...[...row.querySelectorAll(".bar i")].map(place)]);""",
-        TIMINGS,
+        json.dumps(TIMINGS),  # as text: the driver sorts the keys of objects
     )
     assert rows == [
         ["request", ["intake", 0, 6], ["validate", 6, 4]],
-        ["prompt", ["queue", 10, 1], ["tokenize", 11, 4]],
+        ["prompt", ["queue", 10, 1], ["Tokenizer", 11, 4]],
         [
             "photo.png",
             ["queue", 10, 5],
             ["fetch", 15, 5],
-            ["load", 20, 10],
+            ["MediaLoader", 20, 10],
             ["queue", 30, 10],
-            ["preprocess", 40, 10],
+            ["MMPreprocessor", 40, 10],
         ],
         [
             "model",

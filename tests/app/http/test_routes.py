@@ -4,11 +4,13 @@ import asyncio
 import base64
 import dataclasses
 import gzip
+import io
 import json
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from PIL import Image
 
 from app import __version__
 from app.config import AppConfig
@@ -58,8 +60,8 @@ async def test_a_stream_says_the_same_as_a_whole_answer(api: httpx.AsyncClient) 
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["stop"]
     assert usage["choices"] == []
-    for told in (usage["usage"], whole["usage"]):
-        told["prompt_tokens_details"].pop("cached_tokens")  # the second one finds some
+    for counts in (usage["usage"], whole["usage"]):
+        counts["prompt_tokens_details"].pop("cached_tokens")  # the second one finds some
     assert usage["usage"] == whole["usage"]
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
 
@@ -125,7 +127,7 @@ async def test_several_answers(api: httpx.AsyncClient) -> None:
         streamed[choice["index"]] += choice["delta"].get("content", "")
         reasons[choice["index"]].append(choice["finish_reason"])
     assert streamed == texts
-    assert all(told == [None] * (len(told) - 1) + ["length"] for told in reasons)
+    assert all(each == [None] * (len(each) - 1) + ["length"] for each in reasons)
 
 
 async def test_one_of_several_answers_reaches_a_stop_string(api: httpx.AsyncClient) -> None:
@@ -236,16 +238,12 @@ async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> N
     first = body["items"][0]
     assert first["source"]["kind"] == "data"
     assert first["source"]["mime"] == "image/png"
-    assert set(first["timings_ms"]) == {"load", "preprocess"}
+    assert set(first["timings_ms"]) == {"MediaLoader", "MMPreprocessor"}
     assert "pixel_values" in first["features"]
     assert len({i["digest"] for i in body["items"]}) == 3
 
 
 async def test_previews_show_what_the_model_sees(api: httpx.AsyncClient) -> None:
-    import io
-
-    from PIL import Image
-
     buffer = io.BytesIO()
     Image.new("RGBA", (20, 10), (255, 0, 0, 0)).save(buffer, "png")
     clear = {"type": "image_url", "image_url": {"url": data_uri("image/png", buffer.getvalue())}}
@@ -343,7 +341,7 @@ async def test_a_client_that_leaves_in_its_body(graph: LocalGraph, caplog: pytes
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b""}
     await app(scope, receive, send)
     assert sent[0]["status"] == 499
-    assert "the client left before its request had come" in caplog.messages
+    assert "the client disconnected before its request was complete" in caplog.messages
     assert not any(record.exc_info for record in caplog.records)
 
 
@@ -368,13 +366,13 @@ async def test_the_served_model(api: httpx.AsyncClient) -> None:
     assert (await api.get("/v1/models/other")).status_code == 404
 
 
-async def test_the_stages_tell_what_they_are_at(api: httpx.AsyncClient) -> None:
+async def test_the_stages_report_their_activity(api: httpx.AsyncClient) -> None:
     assert (await api.post("/v1/chat/completions", json=chat(image_part(), max_tokens=1))).status_code == 200
-    told = (await api.get("/stages")).json()
-    names = [stage["name"] for stage in told["stages"]]
+    body = (await api.get("/stages")).json()
+    names = [stage["name"] for stage in body["stages"]]
     assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
-    assert {(stage["queued"], stage["in_flight"]) for stage in told["stages"]} == {(0, 0)}
-    assert (told["starved_by"], told["starvation_s"]) == (None, {})
+    assert {(stage["queued"], stage["in_flight"]) for stage in body["stages"]} == {(0, 0)}
+    assert (body["starved_by"], body["starvation_s"]) == (None, {})
 
 
 async def test_health_and_version(api: httpx.AsyncClient) -> None:
@@ -463,7 +461,7 @@ async def test_a_body_that_stalls_is_timed_out_long_before_the_deadline(graph: L
     assert response.headers["connection"] == "close"  # the rest of the body would be taken for a request
 
 
-async def test_bodies_beyond_what_may_be_in_flight_are_told_to_come_again(graph: LocalGraph) -> None:
+async def test_bodies_beyond_the_limit_in_flight_are_refused_with_a_503(graph: LocalGraph) -> None:
     is_held, may_end = asyncio.Event(), asyncio.Event()
 
     async def held() -> AsyncIterator[bytes]:
@@ -500,7 +498,7 @@ async def test_load_balancers_may_ask_for_the_head_alone(api: httpx.AsyncClient)
     assert (await api.head("/health")).status_code == 200
 
 
-async def test_a_wrong_method_is_told_the_right_one(api: httpx.AsyncClient) -> None:
+async def test_a_wrong_method_gets_the_right_one(api: httpx.AsyncClient) -> None:
     assert (await api.get(COMPLETIONS)).headers["allow"] == "POST"
 
 

@@ -1,4 +1,4 @@
-"""`timings_ms` and Server-Timing: every millisecond of a request is told once."""
+"""`timings_ms` and Server-Timing: every millisecond of a request is counted once."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ HELD_S = 0.5
 ROUNDING_MS = 0.05  # of some forty numbers with three decimals
 
 
-def told_sum(timings: dict[str, Any]) -> float:
+def timings_sum(timings: dict[str, Any]) -> float:
     """As app/http/timings.py defines it."""
-    ways = [timings["tokenize"], *timings.get("items", [])]
-    model = timings.get("model", {})
+    ways = [timings["Tokenizer"], *timings.get("items", [])]
+    model = timings.get("Model", {})
     alone = (timings.get(name, 0) for name in ("intake", "validate", "join", "finish"))
     return sum(alone) + max(map(way, ways)) + sum(ms for name, ms in model.items() if name != "start")
 
 
-def way(told: dict[str, Any]) -> float:
-    stages = [value for value in told.values() if isinstance(value, dict)] or [told]
+def way(timings: dict[str, Any]) -> float:
+    stages = [value for value in timings.values() if isinstance(value, dict)] or [timings]
     return sum(ms for stage in stages for name, ms in stage.items() if name != "start")
 
 
 def phases(header: str) -> dict[str, float]:
-    """Of a Server-Timing header, if it is one."""
+    """Parses a Server-Timing header, whose form it checks."""
     assert re.fullmatch(r"[a-z]+;dur=\d+\.\d(, [a-z]+;dur=\d+\.\d)*", header)
     return {name: float(ms) for name, ms in re.findall(r"([a-z]+);dur=([\d.]+)", header)}
 
@@ -52,7 +52,7 @@ async def api(graph: LocalGraph) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_nothing_is_told_unless_asked_for(api: httpx.AsyncClient) -> None:
+async def test_there_are_no_timings_unless_requested(api: httpx.AsyncClient) -> None:
     assert "timings_ms" not in (await api.post(COMPLETIONS, json=chat("hello"))).json()
     streamed = await api.post(COMPLETIONS, json=chat("hello", stream=True))
     assert not any("timings_ms" in chunk for chunk in events(streamed.text))
@@ -60,12 +60,12 @@ async def test_nothing_is_told_unless_asked_for(api: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("usage", [False, True])
-async def test_of_a_stream_the_last_chunk_tells(api: httpx.AsyncClient, usage: bool, n: int) -> None:
+async def test_the_last_chunk_has_the_timings(api: httpx.AsyncClient, usage: bool, n: int) -> None:
     request = chat(image_part(), "what is this?", timings=True, stream=True, n=n)
     response = await api.post(COMPLETIONS, json=request | {"stream_options": {"include_usage": usage}})
     *others, last = events(response.text)
     assert not any("timings_ms" in chunk for chunk in others)
-    assert told_sum(last["timings_ms"]) == pytest.approx(last["timings_ms"]["total"], abs=ROUNDING_MS)
+    assert timings_sum(last["timings_ms"]) == pytest.approx(last["timings_ms"]["total"], abs=ROUNDING_MS)
     known = phases(response.headers["server-timing"])
     assert list(known) == ["intake", "validate", "prepare", "join", "queue", "prefill"]
     assert sum(known.values()) < last["timings_ms"]["total"] + ROUNDING_MS * len(known)
@@ -73,31 +73,36 @@ async def test_of_a_stream_the_last_chunk_tells(api: httpx.AsyncClient, usage: b
 
 async def test_offsets_are_where_the_stages_began(api: httpx.AsyncClient) -> None:
     request = chat(image_part((4, 5, 6)), image_part((7, 8, 9)), "what are these?", timings=True)
-    told = (await api.post(COMPLETIONS, json=request)).json()["timings_ms"]
-    begin = told["intake"] + told["validate"]
-    assert told["tokenize"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
-    for item in told["items"]:
-        assert item["load"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
-        loaded = item["load"]["start"] + way(item["load"])
-        assert item["preprocess"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
-        assert item["load"]["service"] > 0 < item["preprocess"]["service"]
+    timings = (await api.post(COMPLETIONS, json=request)).json()["timings_ms"]
+    begin = timings["intake"] + timings["validate"]
+    assert timings["Tokenizer"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+    for item in timings["items"]:
+        assert item["MediaLoader"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+        loaded = item["MediaLoader"]["start"] + way(item["MediaLoader"])
+        assert item["MMPreprocessor"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
+        assert item["MediaLoader"]["service"] > 0 < item["MMPreprocessor"]["service"]
     ends = [
-        stage["start"] + way(stage) for item in told["items"] for stage in (item["load"], item["preprocess"])
+        stage["start"] + way(stage)
+        for item in timings["items"]
+        for stage in (item["MediaLoader"], item["MMPreprocessor"])
     ]
-    end = max(*ends, told["tokenize"]["start"] + way(told["tokenize"]))
-    assert told["model"]["start"] == pytest.approx(end + told["join"], abs=ROUNDING_MS)
-    assert [item["param"] for item in told["items"]] == ["messages[0].content[0]", "messages[0].content[1]"]
-    assert {item["modality"] for item in told["items"]} == {"image"}
+    end = max(*ends, timings["Tokenizer"]["start"] + way(timings["Tokenizer"]))
+    assert timings["Model"]["start"] == pytest.approx(end + timings["join"], abs=ROUNDING_MS)
+    assert [item["param"] for item in timings["items"]] == [
+        "messages[0].content[0]",
+        "messages[0].content[1]",
+    ]
+    assert {item["modality"] for item in timings["items"]} == {"image"}
 
 
-async def test_an_item_that_is_asked_for_by_name_has_a_stage_of_its_own(api: httpx.AsyncClient) -> None:
+async def test_a_recalled_item_has_one_stage(api: httpx.AsyncClient) -> None:
     named = image_part((1, 2, 3)) | {"uuid": "timed"}
     await api.post(COMPLETIONS, json=chat(named, "what is this?"))
     again = {"type": "image_url", "image_url": None, "uuid": "timed"}
     body = (await api.post(COMPLETIONS, json=chat(again, "what is this?", timings=True))).json()
     (item,) = body["timings_ms"]["items"]
-    assert set(item) == {"param", "modality", "recall"}
-    assert told_sum(body["timings_ms"]) == pytest.approx(body["timings_ms"]["total"], abs=ROUNDING_MS)
+    assert set(item) == {"param", "modality", "MMPreprocessor"}
+    assert timings_sum(body["timings_ms"]) == pytest.approx(body["timings_ms"]["total"], abs=ROUNDING_MS)
 
 
 async def test_every_answer_about_a_prompt_has_the_header(api: httpx.AsyncClient) -> None:
@@ -107,10 +112,10 @@ async def test_every_answer_about_a_prompt_has_the_header(api: httpx.AsyncClient
         ("/tokenize", "tokenize"),
     ):
         response = await api.post(path, json=chat(image_part(), "what is this?"))
-        told = phases(response.headers["server-timing"])
-        assert list(told)[-2:] == [last, "total"]
-        assert sum(told.values()) - told["total"] == pytest.approx(
-            told["total"], abs=ROUNDING_MS * (len(told) + 1)
+        timings = phases(response.headers["server-timing"])
+        assert list(timings)[-2:] == [last, "total"]
+        assert sum(timings.values()) - timings["total"] == pytest.approx(
+            timings["total"], abs=ROUNDING_MS * (len(timings) + 1)
         )
 
 
@@ -143,11 +148,15 @@ def test_the_times_of_a_mixed_request_are_all_of_it(server: Server) -> None:
         start = time.perf_counter()
         answer = server.post(COMPLETIONS, chat(*content, timings=True))
         wall_ms = (time.perf_counter() - start) * 1000
-    told = answer.body["timings_ms"]
-    assert told_sum(told) == pytest.approx(told["total"], rel=0.05)
-    assert told["total"] < wall_ms < told["total"] + 2000  # HTTP, HAProxy and a client that is not quick
-    slow, *others = told["items"]
-    assert slow["load"]["fetch"] >= HELD_S * 1000 > max(item["load"].get("fetch", 0) for item in others)
-    assert slow["load"]["service"] < HELD_S * 1000
-    assert all(item["load"]["service"] > 0 for item in told["items"])
-    assert told["model"]["prefill"] > 0 < told["model"]["decode"]
+    timings = answer.body["timings_ms"]
+    assert timings_sum(timings) == pytest.approx(timings["total"], rel=0.05)
+    assert timings["total"] < wall_ms < timings["total"] + 2000  # HTTP, HAProxy, a slow client
+    slow, *others = timings["items"]
+    assert (
+        slow["MediaLoader"]["fetch"]
+        >= HELD_S * 1000
+        > max(item["MediaLoader"].get("fetch", 0) for item in others)
+    )
+    assert slow["MediaLoader"]["service"] < HELD_S * 1000
+    assert all(item["MediaLoader"]["service"] > 0 for item in timings["items"])
+    assert timings["Model"]["prefill"] > 0 < timings["Model"]["decode"]

@@ -15,15 +15,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.intake import body as intake
-from app.intake.body import Body, InFlight, LongString, Scanner, Segment, parse, read_body
+from app.intake import scanner as scanning
+from app.intake.body import InFlight, read_body
+from app.intake.long_string import LongString, Segment
+from app.intake.scanner import LONG_STRING_BYTES, Body, Scanner
 from deployments.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge
 from deployments.runtime.memory import release_on_error
 from deployments.runtime.payload import unpack_pieces
 from deployments.types import Payload
 
 
+def scanner_of(threshold: int = LONG_STRING_BYTES) -> Scanner:
+    def upload(pieces: list[bytes]) -> Segment:
+        raise AssertionError("no string here has a segment")
+
+    return Scanner(upload, threshold)
+
+
 def scan(data: bytes, cuts: list[int] | None = None, threshold: int = 8) -> Body:
-    scanner = Scanner(threshold)
+    scanner = scanner_of(threshold)
     borders = [0, *sorted(min(cut, len(data)) for cut in cuts or []), len(data)]
     for start, stop in pairwise(borders):
         for _ in scanner.feed(data[start:stop]):
@@ -94,13 +104,13 @@ documents = objects(
 @example('{"a":"' + "\\" * 20 + '"}', [10, 11, 12], 12)
 def test_put_back_together_it_is_what_json_reads(document: str, cuts: list[int], threshold: int) -> None:
     body = scan(document.encode(), cuts, threshold)
-    assert put_back(parse(body), body) == json.loads(document)
+    assert put_back(body.parse(), body) == json.loads(document)
 
 
 @given(documents, st.integers(12, 30))
 def test_the_same_byte_by_byte(document: str, threshold: int) -> None:
     body = scan_bytewise(document.encode(), threshold)
-    assert put_back(parse(body), body) == json.loads(document)
+    assert put_back(body.parse(), body) == json.loads(document)
 
 
 @given(documents, st.lists(st.integers(0, 400), max_size=12), st.integers(12, 40), st.integers(1, 60))
@@ -110,13 +120,13 @@ async def test_the_same_with_long_strings_in_segments(
     data = document.encode()
     borders = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     chunks = [data[start:stop] for start, stop in pairwise(borders)]
-    with patch.multiple(intake, SEGMENT_BYTES=segment_bytes, _PIECE=5):
+    with patch.multiple(scanning, SEGMENT_BYTES=segment_bytes, _PIECE=5):
         body = await read_body(chunks_of(*chunks), max_bytes=10**6, threshold=threshold)
     whole = {token: LongString((await sent(string),)) for token, string in body.strings.items()}
     assert {token: len(string) for token, string in body.strings.items()} == {
         token: len(string) for token, string in whole.items()
     }
-    assert put_back(parse(body), replace(body, strings=whole)) == json.loads(document)
+    assert put_back(body.parse(), replace(body, strings=whole)) == json.loads(document)
 
 
 async def sent(string: LongString) -> bytes:
@@ -132,7 +142,7 @@ def test_what_is_broken_fails_as_a_bad_request_or_is_valid_json(
     broken[data.draw(st.integers(0, len(broken) - 1))] = data.draw(st.integers(0, 255))
     try:
         body = scan(bytes(broken), data.draw(st.lists(st.integers(0, 200), max_size=5)), threshold)
-        value = put_back(parse(body), body)
+        value = put_back(body.parse(), body)
     except InvalidRequest:
         return
     assert value == json.loads(bytes(broken))
@@ -146,16 +156,16 @@ def test_a_long_string_is_valid_exactly_where_json_says_so(content: bytes, cuts:
         json.dumps(expected, ensure_ascii=False).encode()  # json lets lone surrogates pass
     except (ValueError, UnicodeError):
         with pytest.raises(InvalidRequest):
-            parse(scan(data, cuts))
+            scan(data, cuts).parse()
     else:
         body = scan(data, cuts)
-        assert put_back(parse(body), body) == expected
+        assert put_back(body.parse(), body) == expected
 
 
 def test_only_strings_over_the_threshold_are_moved_out() -> None:
     body = scan(b'{"a":"%s","b":"%s"}' % (b"x" * 8, b"y" * 9))
     assert [string.join() for string in body.strings.values()] == [b"y" * 9]
-    assert parse(body)["a"] == "x" * 8
+    assert body.parse()["a"] == "x" * 8
 
 
 def test_a_token_cannot_be_foreseen() -> None:
@@ -166,7 +176,7 @@ def test_a_token_cannot_be_foreseen() -> None:
 def test_a_clients_own_token_like_string_stays_a_string() -> None:
     mine = next(iter(scan(b'{"a":"123456789"}').strings))
     body = scan(b'{"a":"%s"}' % mine.encode(), threshold=100)
-    assert parse(body) == {"a": mine}
+    assert body.parse() == {"a": mine}
     assert not body.strings
 
 
@@ -178,7 +188,7 @@ def test_whole_chunks_of_a_plain_string_are_not_copied() -> None:
 
 
 def scan_chunks(*chunks: bytes) -> Body:
-    scanner = Scanner()
+    scanner = scanner_of()
     for chunk in chunks:
         for _ in scanner.feed(chunk):
             pass
@@ -187,7 +197,7 @@ def scan_chunks(*chunks: bytes) -> Body:
 
 def test_a_client_that_sends_byte_by_byte_does_not_cost_an_object_per_byte() -> None:
     content = b"A" * 100_000
-    scanner = Scanner(threshold=8)
+    scanner = scanner_of(8)
     for byte in b'{"a":"' + content + b'"}':
         for _ in scanner.feed(bytes([byte])):
             pass
@@ -201,17 +211,17 @@ def test_a_client_that_sends_byte_by_byte_does_not_cost_an_object_per_byte() -> 
 )
 def test_no_step_scans_more_than_a_slice(content: bytes) -> None:
     data = b'{"a":["' + content * (250_000 // len(content)) + b'"]}'
-    scanner = Scanner()
+    scanner = scanner_of()
     seen = 0
     steps = []
     for _ in scanner.feed(data):
         done = scanner._base + scanner._pos
         steps.append(done - seen)
         seen = done
-    assert max(steps) <= intake._SLICE
+    assert max(steps) <= scanning._SLICE
     body = scanner.finish()
     if content != b'","':
-        assert put_back(parse(body), body) == json.loads(data)
+        assert put_back(body.parse(), body) == json.loads(data)
 
 
 def test_head_tail_and_join_of_a_long_string() -> None:
@@ -254,23 +264,23 @@ def test_head_tail_and_join_of_a_long_string() -> None:
 @pytest.mark.parametrize("scanned", [scan, scan_bytewise])
 def test_what_is_wrong_is_said_at_its_place(data: bytes, message: str, scanned: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(scanned(data))
+        scanned(data).parse()
     assert message in str(caught.value)
 
 
 def test_of_equal_keys_the_last_one_counts() -> None:
-    assert parse(scan(b'{"a": 1, "a": 2}')) == {"a": 2}
+    assert scan(b'{"a": 1, "a": 2}').parse() == {"a": 2}
 
 
 def test_nesting_is_bounded_and_brackets_in_strings_do_not_count() -> None:
-    deep = intake.MAX_DEPTH - 1
-    assert parse(scan(b'{"a":' + b"[" * deep + b'"[{[{"' + b"]" * deep + b"}"))
+    deep = scanning.MAX_DEPTH - 1
+    assert scan(b'{"a":' + b"[" * deep + b'"[{[{"' + b"]" * deep + b"}").parse()
     with pytest.raises(InvalidRequest, match="nested deeper than 64"):
         scan(b'{"a":' + b"[" * (deep + 1))
 
 
 def test_the_number_of_values_is_bounded_and_commas_in_strings_do_not_count() -> None:
-    commas = b"," * (intake.MAX_VALUES + 1)
+    commas = b"," * (scanning.MAX_VALUES + 1)
     assert scan(b'{"a":"' + commas + b'"}').strings
     with pytest.raises(InvalidRequest, match="more than 100000 JSON values"):
         scan(b'{"a":[1' + commas)
@@ -278,11 +288,11 @@ def test_the_number_of_values_is_bounded_and_commas_in_strings_do_not_count() ->
 
 def test_the_number_of_long_strings_is_bounded() -> None:
     with pytest.raises(InvalidRequest, match="more than 4096 long strings"):
-        scan(b"[" + b",".join([b'"123456789"'] * (intake.MAX_LONG_STRINGS + 1)))
+        scan(b"[" + b",".join([b'"123456789"'] * (scanning.MAX_LONG_STRINGS + 1)))
 
 
 def test_the_document_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(scanning, "MAX_DOCUMENT_BYTES", 1000)
     assert scan(b'{"a": "' + b"x" * 2000 + b'"}').strings
     with pytest.raises(RequestTooLarge, match="without its long strings is over 1000 bytes"):
         scan(b'{"a": "1",' + b" " * 1000)
@@ -290,7 +300,7 @@ def test_the_document_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_reads_a_body() -> None:
     body = await read_body(chunks_of(b'{"a":"', b"", b"x" * 20, b'"}'), max_bytes=28, threshold=8)
-    assert put_back(parse(body), body) == {"a": "x" * 20}
+    assert put_back(body.parse(), body) == {"a": "x" * 20}
     assert body.num_bytes == 28
 
 
@@ -331,7 +341,7 @@ async def test_other_tasks_run_between_the_chunks_of_a_queue_that_is_never_empty
 
 
 async def test_segments_leave_while_the_rest_still_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "SEGMENT_BYTES", 200_000)
+    monkeypatch.setattr(scanning, "SEGMENT_BYTES", 200_000)
     chunk = b"A" * 100_000
     chunks = chunks_of(b'{"a":"data:x/y;base64,' + chunk, *[chunk] * 5, b'"}')
     body = await read_body(chunks, max_bytes=10**6)
@@ -343,7 +353,7 @@ async def test_segments_leave_while_the_rest_still_comes(monkeypatch: pytest.Mon
 
 
 async def test_a_client_waits_while_segments_are_slow_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "SEGMENT_BYTES", 100_000)
+    monkeypatch.setattr(scanning, "SEGMENT_BYTES", 100_000)
     may_leave, taken, stuck = asyncio.Event(), 0, asyncio.Event()
 
     async def pack_pieces(pieces: list[bytes]) -> Payload:
@@ -363,9 +373,44 @@ async def test_a_client_waits_while_segments_are_slow_to_leave(monkeypatch: pyte
     await stuck.wait()
     for _ in range(200):
         await asyncio.sleep(0)
-    assert taken == intake._PUTS + 1  # the first chunk stays, and one more is in hand
+    assert taken == intake._MAX_UPLOADS + 1  # the first chunk stays, and one more is in hand
     may_leave.set()
     assert (await reading).num_bytes == 2_000_008
+
+
+async def test_a_body_that_fails_cancels_the_segments_that_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scanning, "SEGMENT_BYTES", 100_000)
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def pack_pieces(pieces: list[bytes]) -> Payload:
+        started.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            cancelled.set()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"a":"'
+        yield b"A" * 100_000
+        yield b"A" * 100_000
+        await started.wait()
+        raise ConnectionResetError
+
+    monkeypatch.setattr(intake, "pack_pieces", pack_pieces)
+    with pytest.raises(ConnectionResetError):
+        await read_body(chunks(), max_bytes=10**6)
+    assert cancelled.is_set()
+
+
+async def test_all_segments_have_arrived_when_the_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanning, "SEGMENT_BYTES", 100_000)
+    body = await read_body(chunks_of(b'{"a":"', *[b"A" * 100_000] * 3, b'"}'), max_bytes=10**6)
+    (long,) = body.strings.values()
+    segments = [piece for piece in long.pieces if isinstance(piece, Segment)]
+    assert len(segments) == 2
+    assert all(segment.payload.done() for segment in segments)
 
 
 async def test_a_client_that_stalls_between_chunks_is_not_waited_for_to_the_end() -> None:

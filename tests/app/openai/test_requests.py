@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.openai import protocol
-from app.openai.protocol import (
-    ONLY,
+from app.openai import content, requests, validation
+from app.openai.content import (
     AudioPart,
     EmbedsPart,
     ImagePart,
     InputAudioPart,
     TextPart,
     VideoPart,
-    parse_chat_request,
 )
+from app.openai.requests import NEUTRAL_VALUES, parse_chat_request
 from deployments.errors import InvalidRequest
 from tests.support.paths import ROOT
 
@@ -234,12 +233,12 @@ def test_a_type_that_is_no_type_is_refused(kind: object) -> None:
     assert refusal(chat([{"type": kind, "text": "hi"}])).param == "messages[0].content[0]"
 
 
-@pytest.mark.parametrize("field", ONLY)
+@pytest.mark.parametrize("field", NEUTRAL_VALUES)
 def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
     error = refusal(chat("hi", **{field: {"some": 1}}))
     assert error.param == field
     assert error.message.startswith(f"{field} is not supported here")
-    for neutral in (*ONLY[field], None):
+    for neutral in (*NEUTRAL_VALUES[field], None):
         assert parse_chat_request(chat("hi", **{field: neutral})) == parse_chat_request(chat("hi"))
 
 
@@ -273,7 +272,7 @@ def test_the_readme_has_the_table_of_what_is_not_offered() -> None:
         fields, values = row.strip("|").split("|")
         only = [json.loads(value) for value in re.findall("`(.+?)`", values)]
         told |= dict.fromkeys(re.findall("`(.+?)`", fields), only)
-    assert told == {field: list(values) for field, values in ONLY.items()}
+    assert told == {field: list(values) for field, values in NEUTRAL_VALUES.items()}
 
 
 def test_a_biased_token_is_a_number() -> None:
@@ -324,8 +323,8 @@ WHOLE = chat(
         {"type": "image_embeds", "image_embeds": {"image_embeds": "QQ==", "image_grid_thw": [1, 2, 2]}},
         {"type": "video_url", "video_url": None, "uuid": "b"},
     ],
-    **{name: None for name in protocol.ChatRequest.model_fields if name not in ("messages", "previews")},
-    **dict.fromkeys(ONLY),
+    **{name: None for name in requests.ChatRequest.model_fields if name not in ("messages", "previews")},
+    **dict.fromkeys(NEUTRAL_VALUES),
 ) | {
     "logit_bias": {"1": 1},
     "stop": ["x"],
@@ -334,9 +333,10 @@ WHOLE = chat(
     "media_io_kwargs": {"video": {"fps": 1.0}, "image": {"rgba_background_color": [0, 0, 0]}},
     "mm_processor_kwargs": {"max_pixels": 9, "fps": 1.0},
 }
+NAMES = vars(content) | vars(requests) | vars(validation)
 FOREIGN = re.compile(
     r"pydantic|Input should|instance of|Value error|Assertion|is not valid|"
-    + "|".join(rf"\b{name}\b" for name, value in vars(protocol).items() if isinstance(value, type))
+    + "|".join(rf"\b{name}\b" for name, value in NAMES.items() if isinstance(value, type))
 )
 
 

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.intake.body import LongString
-from app.openai.chat import Item, Usage, check_short, media_options, parse_chat, sampling_params
-from app.openai.protocol import MediaIOKwargs, parse_chat_request
+from app.intake.long_string import LongString
+from app.openai.parse_chat import Item, media_options, parse_chat, sampling_params
+from app.openai.requests import MediaIOKwargs, parse_chat_request
 from deployments.errors import InvalidRequest
 from deployments.types import MediaOptions, Modality, ModelSpec, SamplingParams
 
@@ -15,7 +15,7 @@ def parsed(
     limits: dict[Modality, int] | None = None,
 ):
     documents = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in messages]
-    return parse_chat(parse_chat_request({"messages": documents}), strings or {}, limits)
+    return parse_chat(parse_chat_request({"messages": documents}, strings), limits)
 
 
 def image(url: str) -> dict[str, object]:
@@ -86,14 +86,14 @@ def test_embeddings_count_as_items_of_their_modality() -> None:
 def test_what_is_switched_off_names_its_setting() -> None:
     document = {"messages": [{"role": "user", "content": ["a", {"image_embeds": "QQ=="}]}]}
     with pytest.raises(
-        InvalidRequest, match=r"image_embeds parts are switched off .*enable_mm_embeds"
+        InvalidRequest, match=r"not accept image_embeds parts .*enable_mm_embeds is off"
     ) as caught:
-        parse_chat(parse_chat_request(document), {}, off={"image_embeds": "enable_mm_embeds"})
+        parse_chat(parse_chat_request(document), disabled={"image_embeds": "enable_mm_embeds"})
     assert caught.value.param == "messages[0].content[1]"
 
 
 def test_a_long_uuid_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="uuid is too long"):
+    with pytest.raises(InvalidRequest, match="uuid: is too long"):
         parsed([image("https://h/1") | {"uuid": "token"}], strings={"token": LongString((b"x",))})
 
 
@@ -187,29 +187,20 @@ def test_a_token_that_the_model_does_not_have(fields: dict[str, object]) -> None
     assert caught.value.param == next(iter(fields))
 
 
-def test_usage_tells_media_tokens_apart() -> None:
-    usage = Usage(30, {Modality.IMAGE: 9, Modality.AUDIO: 10}, completion_tokens=5, cached_tokens=16)
-    assert usage.to_json() == {
-        "prompt_tokens": 30,
-        "completion_tokens": 5,
-        "total_tokens": 35,
-        "prompt_tokens_details": {
-            "text_tokens": 11,
-            "image_tokens": 9,
-            "audio_tokens": 10,
-            "video_tokens": 0,
-            "cached_tokens": 16,
-        },
-    }
-
-
-@pytest.mark.parametrize("field", ["model", "stop"])
-def test_a_long_string_where_only_short_ones_make_sense(field: str) -> None:
-    document = {"messages": [{"role": "user", "content": "hi"}], field: "token"}
-    request = parse_chat_request(document)
-    check_short(request, {})
-    with pytest.raises(InvalidRequest, match=f"{field} is too long"):
-        check_short(request, {"token": LongString((b"x",))})
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": "token"}, "model"),
+        ({"stop": ["token"]}, "stop[0]"),
+        ({"cache_salt": "token"}, "cache_salt"),
+    ],
+)
+def test_a_long_string_is_refused_in_a_field_for_short_ones(fields: dict[str, object], param: str) -> None:
+    document = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    parse_chat_request(document, {})
+    with pytest.raises(InvalidRequest, match="is too long") as caught:
+        parse_chat_request(document, {"token": LongString((b"x",))})
+    assert caught.value.param == param
 
 
 def test_the_bytes_of_all_texts_are_counted() -> None:
@@ -266,7 +257,7 @@ def test_settings_of_the_processor_travel_with_the_chat() -> None:
     request = parse_chat_request(
         {"messages": [{"role": "user", "content": "hi"}], "mm_processor_kwargs": kwargs}
     )
-    assert parse_chat(request, {}).settings == {"max_pixels": 1024, "do_pan_and_scan": False}
+    assert parse_chat(request).settings == {"max_pixels": 1024, "do_pan_and_scan": False}
 
 
 @pytest.mark.parametrize(
