@@ -274,7 +274,7 @@ def assembled(
     """What the model gets of items that were processed apart; `accepts`: see `assemble`."""
     import torch
 
-    from deployments.engine.assemble import assemble
+    from deployments.engine.inputs import assemble
 
     ordered = engine_items_of(model, items, settings)
     prompt = tokenizer(model).encode(conversation, [item.features.affixes for item in ordered])
