@@ -31,7 +31,10 @@ class EngineConfig(BaseModel):
         description="Requests that may be open in addition to max_num_seqs. The next one gets a 503.",
     )
     max_num_batched_tokens: int = Field(
-        default=512, ge=1, description="Maximum prompt tokens that one step prefills."
+        default=512,
+        ge=1,
+        description="Maximum prompt tokens that one step prefills."
+        " While other sequences decode, long prompts get a quarter of it.",
     )
     kv_cache_bytes: int | None = Field(
         default=None,
