@@ -498,7 +498,7 @@ async def test_texts_are_answered_while_an_item_is_encoded(monkeypatch: pytest.M
         assert not image.done()
         encoder.may.release(9)
         assert await image == expected
-        assert not any(embeds.requires_grad for embeds in engine._encoder_cache.values())  # a graph would leak
+        assert not any(embeds.requires_grad for embeds in engine._encoder_cache.values())  # no graph
 
 
 async def test_what_need_not_be_encoded_does_not_wait_for_what_must(monkeypatch: pytest.MonkeyPatch) -> None:
