@@ -1,9 +1,9 @@
-"""The batched engine alone, against `generate` one by one and in static batches; all ratios are of one run.
+"""Compares the batched engine with `generate`, one by one and in static batches. Ratios are of one run.
 
     .venv/bin/python -m scripts.bench_engine [--model tiny-omni|qwen2.5-vl] [--seconds 10]
 
-`qwen2.5-vl` is a random tiny one; a folder or a name on the hub works as well if its images are Qwen's. Each
-figure comes from clients that ask again at once after each answer. Prompts have 32 tokens, answers 16 to 112.
+`qwen2.5-vl` is a tiny random model. A folder or an id on the hub works too if its images are Qwen's. Each
+client sends the next request right after an answer. Prompts have 32 tokens, answers 16 to 112.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from deployments.engine.base import Engine, EngineItem
-from deployments.engine.batched_engine import BatchedEngine, Limits
+from deployments.engine.batched_engine import BatchedEngine
+from deployments.engine.config import EngineConfig
 from deployments.engine.transformers_engine import TransformersEngine
 from deployments.processor.checkpoint import load_model
 from deployments.types import MMFeatures, Modality, Prompt, SamplingParams
@@ -75,7 +76,10 @@ async def bench(model: Any, seconds: float) -> None:
 
 
 async def one_stream(model: Any) -> None:
-    """The same answers by `generate` and by the engine, in turns. Others disturb CPU time less."""
+    """Gets the same answers from `generate` and from the engine, in turns.
+
+    Prints CPU time too, since other processes disturb it less.
+    """
     length = 200
     wall: dict[str, list[float]] = {"generate": [], "engine": []}
     cpu: dict[str, list[float]] = {"generate": [], "engine": []}
@@ -90,15 +94,15 @@ async def one_stream(model: Any) -> None:
                     generated(model, [prompt], length)
                 wall[name].append((time.perf_counter() - start) * 1000 / length)
                 cpu[name].append((time.process_time() - used) * 1000 / length)
-    told = [
+    figures = [
         f"{name} {statistics.median(wall[name]):.2f} ms ({statistics.median(cpu[name]):.2f} of CPU)"
         for name in wall
     ]
-    print(f"\none stream, a token: {', '.join(told)}")
+    print(f"\none stream, a token: {', '.join(figures)}")
 
 
 async def long_prompt(model: Any) -> None:
-    """The largest gap between two tokens of eight streams while the longest prompt is read."""
+    """Prints the largest gap between two tokens of eight streams while the longest prompt is prefilled."""
     with closing(BatchedEngine(model)) as engine:
         length = engine.spec.max_model_len - 2
         alone, beside, first_alone, first_beside = [], [], Load(), Load()
@@ -111,14 +115,12 @@ async def long_prompt(model: Any) -> None:
     gaps = [statistics.median(each) for each in (alone, beside)]
     first = [statistics.median(load.first) * 1000 for load in (first_alone, first_beside)]
     print(f"\nlargest gap of 8 streams: {gaps[0]:.1f} ms; with a prompt of {length} tokens beside them")
-    print(
-        f"{gaps[1]:.1f} ms, which read at once takes {whole:.0f} ms; TTFT of that prompt {first[1]:.0f} ms,"
-    )
+    print(f"{gaps[1]:.1f} ms, {whole:.0f} ms as a single chunk; TTFT of that prompt {first[1]:.0f} ms,")
     print(f"without the streams {first[0]:.0f} ms (medians of {ROUNDS})", flush=True)
 
 
 async def streams(engine: Engine, during: Callable[[], Awaitable[object]]) -> float:
-    """The largest gap, ms."""
+    """Returns the largest gap in ms."""
     going, load = asyncio.Event(), Load()
     asks = (load.ask(engine, text(seed, PROMPT), [], 300, going) for seed in range(8))
     tasks = [asyncio.create_task(ask) for ask in asks]
@@ -129,14 +131,14 @@ async def streams(engine: Engine, during: Callable[[], Awaitable[object]]) -> fl
 
 
 async def whole_prompt(model: Any, prompt: Prompt) -> float:
-    with closing(BatchedEngine(model, Limits(step_tokens=2**20))) as engine:
+    with closing(BatchedEngine(model, EngineConfig(max_num_batched_tokens=2**20))) as engine:
         load = Load()
         await load.ask(engine, prompt, [], 1)
         return load.first[0] * 1000
 
 
 async def repeated_image(model: Any) -> None:
-    """TTFT of an image that was seen before, after the same text and after another one."""
+    """Prints the TTFT of a new image, of a known one after the same text, and of one after another text."""
     with closing(BatchedEngine(model)) as engine:
         new, same, other = Load(), Load(), Load()
         for seed in range(20):
@@ -152,7 +154,7 @@ async def repeated_image(model: Any) -> None:
 
 @dataclass(slots=True)
 class Load:
-    """What clients measured."""
+    """Measurements of clients."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -185,7 +187,7 @@ class Load:
 
 
 async def closed_loop(engine: Engine, clients: int, seconds: float) -> Load:
-    """What came in that time; who is not done then is cut off, so that all figures are of so many clients."""
+    """Measures for `seconds`, then cancels the clients, so that all of them are active all the time."""
     load, seeds = Load(), count()
 
     async def client() -> None:
@@ -204,7 +206,7 @@ async def closed_loop(engine: Engine, clients: int, seconds: float) -> Load:
 
 
 def generate(model: Any, size: int, seconds: float) -> float:
-    """Tokens a second that were asked for; a batch goes on until its longest answer is there."""
+    """Returns requested tokens per second. A batch runs until its longest answer is complete."""
     start, tokens = time.perf_counter(), 0
     for batch in count():
         seeds = range(batch * size, (batch + 1) * size)
@@ -250,7 +252,7 @@ def with_image(prompt: Prompt) -> Prompt:
 
 
 def image(model: Any, seed: int, height: int = 24, width: int = 24) -> EngineItem:
-    """Noise in the form of Qwen's processors."""
+    """Returns random pixels in the format of Qwen's processors."""
     config, vision = model.config, model.config.vision_config
     size = 3 * vision.temporal_patch_size * vision.patch_size**2
     num_tokens = height * width // vision.spatial_merge_size**2

@@ -631,8 +631,8 @@ def in_a_row(model: str) -> None:
 
 
 def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> Any:
-    from deployments.engine.assemble import assemble
     from deployments.engine.base import EngineItem
+    from deployments.engine.inputs import assemble
     from deployments.processor.placeholders import run_lengths
     from deployments.types import MMFeatures
 

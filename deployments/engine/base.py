@@ -1,4 +1,4 @@
-"""What an engine is to the rest of Headrace: requests go in, tokens come out."""
+"""The protocol between an engine and the rest of Headrace: requests go in, tokens come out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from deployments.types import Arrays, Delta, MMFeatures, ModelSpec, Prompt, Samp
 
 @dataclass(frozen=True, slots=True)
 class EngineItem:
-    """One media item of a request, with its arrays at hand (possibly read-only)."""
+    """One media item of a request: its features' description, with the digest, and their arrays.
+
+    The arrays may be read-only.
+    """
 
     features: MMFeatures
     arrays: Arrays
@@ -19,22 +22,22 @@ class EngineItem:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and what holds at this moment."""
+    """Counters since the start, and gauges of this moment."""
 
-    running: int = 0  # answers that get a token in each step, or whose prompt is being read
-    waiting: int = 0  # answers
-    max_running: int = 1
-    kv_tokens: int = 0  # that the cache holds; 0 where the engine has no cache of its own
-    kv_tokens_used: int = 0  # by running answers
+    running: int = 0  # sequences that prefill or decode
+    waiting: int = 0  # sequences in the queue
+    max_num_seqs: int = 1
+    kv_tokens: int = 0  # capacity of the KV cache; 0 if the engine has no cache of its own
+    kv_tokens_used: int = 0  # held by running sequences
     steps: int = 0
     prompt_tokens: int = 0
-    prefix_hit_tokens: int = 0  # of `prompt_tokens`, found in the cache
+    prefix_hit_tokens: int = 0  # prompt tokens that were found in the KV cache
     prefix_evictions: int = 0  # blocks
     generated_tokens: int = 0
     preemptions: int = 0
     encoder_hits: int = 0  # items
-    encoder_misses: int = 0
-    encoder_evictions: int = 0
+    encoder_misses: int = 0  # items
+    encoder_evictions: int = 0  # items
     encoder_bytes: int = 0
 
 
@@ -49,23 +52,26 @@ class Engine(Protocol):
         sampling: SamplingParams,
         ended: Set[int] = frozenset(),
     ) -> AsyncGenerator[Delta, None]:
-        """The answers as they are generated; `items` are in the order of `prompt.placeholders`.
+        """Yields the deltas of all answers as they are generated.
 
-        `ended`: answers, by index, that have all they need. The caller adds to it meanwhile; such an answer
-        gets a last delta, with "stop", within a token.
+        `prompt` has one placeholder token per item; `prompt.placeholders` is in the order of `items`. An item
+        brings its digest, its replacement (the tokens for the placeholder) and its arrays.
 
-        The request joins the queue at the first step of the generator. Closing the generator cancels it:
-        a request that waits never starts, one that runs stops within a token. Raises Overloaded where the
-        queue is full, and ServingError.
+        `ended` holds the indices of answers that need no more tokens. The caller may add to it at any time;
+        such an answer gets a last delta with "stop" within one token.
+
+        The request joins the queue when the generator is first advanced. Closing the generator cancels it: a
+        waiting request never starts, a running one stops within one token. Raises Overloaded if the queue is
+        full, and other ServingErrors.
         """
         ...
 
     def stats(self) -> EngineStats: ...
 
     def check_health(self) -> None:
-        """Raises StageUnavailable if the engine can never answer again."""
+        """Raises StageUnavailable if the engine cannot serve requests any more."""
         ...
 
     def close(self) -> None:
-        """Stops the engine; open requests fail with StageUnavailable."""
+        """Stops the engine. Open requests fail with StageUnavailable."""
         ...

@@ -1,77 +1,82 @@
-"""The batched engine: answers join and leave between steps, and each step runs the model for all of them."""
+"""The batched engine: sequences join and leave between steps; a step runs the model for all of them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
 from deployments.engine.base import EngineStats
-from deployments.engine.blocks import BLOCK, RESERVED, BlockPool
-from deployments.engine.inputs import hidden_size, is_embedded
-from deployments.engine.runner import Runner, bytes_per_token
+from deployments.engine.blocks import BLOCK_SIZE, BlockPool, num_blocks_for
+from deployments.engine.config import EngineConfig
+from deployments.engine.inputs import is_embedded
+from deployments.engine.paged_cache import bytes_per_token
+from deployments.engine.runner import Runner
 from deployments.engine.sampler import Sampled, SamplerState, sample
-from deployments.engine.scheduler import Chunk, MediaSpan, Scheduler, Sequence
+from deployments.engine.scheduler import Scheduler
+from deployments.engine.sequence import Chunk, MediaSpan, SequenceState
 from deployments.engine.threaded import (
     Request,
     ThreadedEngine,
     as_serving_error,
-    default_sampling,
-    eos_token_ids,
+    end_token_ids,
+    model_spec,
+    not_finite_error,
 )
 from deployments.errors import ServingError
+from deployments.runtime.lru_cache import CountingLRUCache
 from deployments.runtime.pool import lower_priority
-from deployments.types import Delta, ModelSpec
+from deployments.types import Delta
 
 logger = logging.getLogger("ray.serve")
 
-_GPU_SHARE = 0.8  # of the memory that the weights leave, for the cache
-_CPU_BYTES = 256 * 2**20  # for the cache, or as much as one context needs
+_GPU_SHARE = 0.8  # of the memory that the weights leave, for the KV cache
+_MIN_CPU_BYTES = 256 * 2**20  # for the KV cache
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    max_model_len: int | None = None  # tokens; None: the model's context
-    max_running: int = 64  # answers that get a token in each step
-    max_waiting: int = 256  # requests beyond that
-    step_tokens: int = 512  # of prompts in a step
-    kv_cache_bytes: int | None = None  # None: most of a GPU's free memory, on a CPU _CPU_BYTES
-    encoder_cache_bytes: int = 256 * 2**20
+class EncodedItem:
+    """The encoder's result for an item. Both fields are None if all requests for it were cancelled."""
+
+    key: bytes
+    embeds: torch.Tensor | None = None
+    error: BaseException | None = None
 
 
-class BatchedEngine(ThreadedEngine):
-    """Greedy output is that of `model.generate` on the same inputs, whoever else is served."""
+class FirstDelta(TypedDict, total=False):
+    """Fields that only the first delta of an answer has."""
 
-    def __init__(self, model: Any, limits: Limits = Limits()) -> None:
-        context = model.config.get_text_config().max_position_embeddings
-        wanted = min(context, limits.max_model_len or context)
-        num_blocks = _num_blocks(model, limits, wanted)
-        spec = ModelSpec(
-            max_model_len=min(wanted, num_blocks * BLOCK),
-            hidden_size=hidden_size(model),
-            default_sampling=default_sampling(model.generation_config),
-            device=model.device.type,
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.config.get_text_config().vocab_size,
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+
+
+class BatchedEngine(ThreadedEngine[EncodedItem]):
+    """Greedy output equals that of `model.generate` on the same inputs, whatever else is in the batch."""
+
+    def __init__(self, model: Any, config: EngineConfig = EngineConfig()) -> None:  # noqa: B008  # not mutated
+        wanted = model_spec(model, config.max_model_len)
+        num_blocks = _num_blocks(model, config.kv_cache_bytes, wanted.max_model_len)
+        spec = replace(wanted, max_model_len=min(wanted.max_model_len, num_blocks * BLOCK_SIZE))
+        if spec.max_model_len < wanted.max_model_len:
+            logger.warning("the KV cache limits the context to %d tokens", spec.max_model_len)
+        super().__init__(spec, config.max_num_seqs + config.max_waiting_requests)
+        self._generation_config = model.generation_config
+        self._runner = Runner(model, num_blocks)
+        self._scheduler = Scheduler(BlockPool(num_blocks), config.max_num_seqs, config.max_num_batched_tokens)
+        self._encoder_cache: CountingLRUCache[bytes, torch.Tensor] = CountingLRUCache(
+            config.encoder_cache_bytes, lambda embeds: embeds.nbytes
         )
-        if spec.max_model_len < wanted:
-            logger.warning("the cache holds %d tokens: that is the longest context", spec.max_model_len)
-        super().__init__(spec, limits.max_running + limits.max_waiting)
-        self._eos = eos_token_ids(model.generation_config)
-        self._runner = Runner(model, num_blocks + RESERVED)
-        self._scheduler = Scheduler(BlockPool(num_blocks + RESERVED), limits.max_running, limits.step_tokens)
-        self._encoded = EncoderCache(limits.encoder_cache_bytes)
-        # Beside the steps. Where they run on cores, what takes long gives way to what does not.
+        # Encoding runs in parallel to the steps. On a CPU it only gets the time that they leave.
         niceness = 0 if spec.device == "cuda" else 19
         self._encoder = ThreadPoolExecutor(1, "encoder", lower_priority, (niceness,))
-        self._encoding: dict[bytes, list[Request]] = {}  # who waits for an item, by its key
+        self._encoding: dict[bytes, list[Request]] = {}  # requests that wait for an item, by its key
         self._is_idle = True
-        self._stats = EngineStats(max_running=limits.max_running, kv_tokens=num_blocks * BLOCK)
+        self._stats = EngineStats(max_num_seqs=config.max_num_seqs, kv_tokens=num_blocks * BLOCK_SIZE)
         self._thread.start()
 
     def stats(self) -> EngineStats:
@@ -80,11 +85,12 @@ class BatchedEngine(ThreadedEngine):
             self._stats,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            kv_tokens_used=self._stats.kv_tokens - scheduler.pool.num_free * BLOCK,
+            kv_tokens_used=self._stats.kv_tokens - scheduler.pool.num_free * BLOCK_SIZE,
             preemptions=scheduler.preemptions,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_evictions=scheduler.pool.evictions,
-            encoder_bytes=self._encoded.num_bytes,
-            encoder_evictions=self._encoded.evictions,
+            encoder_bytes=int(self._encoder_cache.currsize),
+            encoder_evictions=self._encoder_cache.evictions,
         )
 
     def close(self) -> None:
@@ -93,150 +99,142 @@ class BatchedEngine(ThreadedEngine):
 
     def _run(self) -> None:
         while True:
-            for news in self._arrivals(wait=self._is_idle):
-                if news is None:
+            for message in self._messages(wait=self._is_idle):
+                if message is None:
                     return
-                if isinstance(news, Request):
-                    self._join(news)
+                if isinstance(message, Request):
+                    self._add(message)
                 else:
-                    self._take(news)
-            news = None  # its arrays are in the object store as long as they are referred to
+                    self._finish_encoding(message)
+            message = None  # a reference to a request would keep its arrays in the object store
             self.step()
             self._deliver()
 
     def step(self) -> None:
-        """A token for everyone who has read its prompt, and some more of the prompts that are being read."""
-        self._leave()
+        """Gives each decoding sequence a token, and prefills a part of the other prompts."""
+        self._remove_ended()
         chunks = self._scheduler.schedule()
-        self._begin()
-        reading = [chunk for chunk in chunks if not chunk.sequence.is_answering]
-        num_read = sum(chunk.num_tokens for chunk in reading if not chunk.sequence.is_short)
-        start = time.perf_counter()
-        for done, logits in self._forward(chunks):
-            self._commit(done)
-            self._sample(done, logits)
-        self._runner.wait()
-        if chunks:
-            self._scheduler.pace.took(time.perf_counter() - start, num_read)
+        self._start_encoding()
+        for computed, logits in self._forward(chunks):
+            self._commit(computed)
+            self._sample(computed, logits)
         self._stats.steps += 1
         has_work = bool(self._scheduler.running or self._scheduler.waiting)
-        self._is_idle = not has_work or (not chunks and bool(self._encoding))  # all wait for items
+        waits_for_encoder = not chunks and bool(self._encoding)
+        self._is_idle = not has_work or waits_for_encoder
 
-    def _join(self, request: Request) -> None:
+    def _add(self, request: Request) -> None:
         if request.cancelled:
             return
         sampling = request.sampling
         try:
-            token_ids, spans, positions, delta = self._runner.read(request.prompt, request.items)
-            for span in spans:
-                span.embeds = self._at_hand(span)
-        except Exception as error:  # noqa: BLE001  # a border: whatever breaks in here, breaks one request
-            self._tell(request, as_serving_error(error))
+            prompt = self._runner.prepare(request.prompt, request.items)
+            for span in prompt.spans:
+                span.embeds = self._known_embeds(span)
+        except Exception as error:  # noqa: BLE001  # any error of the model's code fails this request only
+            self._send(request, as_serving_error(error))
             return
-        self._stats.prompt_tokens += len(token_ids)
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        limit = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))
+        num_prompt = len(prompt.token_ids)
+        self._stats.prompt_tokens += num_prompt
+        ends = end_token_ids(self._generation_config, sampling)
+        max_new_tokens = min(sampling.max_tokens, self._spec.max_model_len - num_prompt)
         leader = None
         for index in range(sampling.n):
-            sampler = SamplerState(sampling, index, token_ids, ends)
-            sequence = Sequence(
-                request, index, list(token_ids), spans, positions, delta, sampler, limit, leader
-            )
+            sampler = SamplerState(sampling, index, prompt.token_ids, ends)
+            sequence = SequenceState(request, index, prompt, sampler, max_new_tokens, leader)
             self._scheduler.add(sequence)
             leader = leader or sequence
 
-    def _leave(self) -> None:
+    def _remove_ended(self) -> None:
+        """Removes sequences whose request was cancelled or whose answer needs no more tokens."""
         for sequence in list(self._scheduler):
             request = sequence.request
             if sequence.index in request.ended:
-                self._tell(request, Delta([], "stop", sequence.index))
+                self._send(request, Delta([], "stop", sequence.index))
             elif not request.cancelled:
                 continue
             self._scheduler.remove(sequence)
 
-    def _begin(self) -> None:
-        """What the step found new, and the next item of each prompt: of many others' come in between."""
-        for sequence in self._scheduler.running:
-            if not sequence.started:
-                sequence.started = time.perf_counter()
-                self._stats.prefix_hit_tokens += 0 if sequence.leader else sequence.cached_tokens
-            if span := sequence.missing:
-                self._encode(sequence.request, span)
-
-    def _at_hand(self, span: MediaSpan) -> torch.Tensor | None:
-        """What need not be encoded, or was before."""
+    def _known_embeds(self, span: MediaSpan) -> torch.Tensor | None:
+        """Returns the item's embeddings if the encoder need not run for it."""
         if is_embedded(span.item):
             return self._runner.encode(span.item)
-        known = self._encoded.get(span.key)
-        self._stats.encoder_hits += known is not None
-        return known
+        embeds = self._encoder_cache.get(span.key)
+        self._stats.encoder_hits += embeds is not None
+        return embeds
+
+    def _start_encoding(self) -> None:
+        """Starts the next item of each running prompt. One at a time, so that requests take turns."""
+        for sequence in self._scheduler.running:
+            if span := sequence.next_unencoded:
+                self._encode(sequence.request, span)
 
     def _encode(self, request: Request, span: MediaSpan) -> None:
-        """What comes of it is in the inbox, sooner or later."""
+        """Ensures that an EncodedItem with the span's key arrives in the inbox."""
         requests = self._encoding.setdefault(span.key, [])
         if request in requests:
             return
         requests.append(request)
         if len(requests) > 1:
             return
-        known = self._encoded.get(span.key)  # since the request came
-        if known is not None:
+        embeds = self._encoder_cache.get(span.key)  # encoded since the request came
+        if embeds is not None:
             self._stats.encoder_hits += 1
-            self._inbox.put(Encoded(span.key, known))
+            self._inbox.put(EncodedItem(span.key, embeds))
         else:
             self._stats.encoder_misses += 1
-            self._encoder.submit(self._encode_now, span, requests)
+            self._encoder.submit(self._run_encoder, span, requests)
 
-    def _encode_now(self, span: MediaSpan, requests: list[Request]) -> None:
-        """In the encoder's thread; the list grows meanwhile."""
-        embeds: torch.Tensor | None = None
-        error: BaseException | None = None
+    def _run_encoder(self, span: MediaSpan, requests: list[Request]) -> None:
+        """Runs in the encoder's thread. `requests` may grow meanwhile."""
+        encoded = EncodedItem(span.key)
         try:
             if not all(request.cancelled for request in requests):
                 with torch.inference_mode():
-                    embeds = self._runner.encode(span.item)
-        except BaseException as raised:  # noqa: BLE001  # told to the engine's thread
-            error = raised
-        self._inbox.put(Encoded(span.key, embeds, error))
+                    encoded = EncodedItem(span.key, self._runner.encode(span.item))
+        except BaseException as error:  # noqa: BLE001  # the engine's thread handles or raises it
+            encoded = EncodedItem(span.key, error=error)
+        self._inbox.put(encoded)
 
-    def _take(self, done: Encoded) -> None:
-        requests = self._encoding.pop(done.key)
-        if done.error:
-            if not isinstance(done.error, Exception):
-                raise done.error
-            failure = as_serving_error(done.error)
+    def _finish_encoding(self, encoded: EncodedItem) -> None:
+        requests = self._encoding.pop(encoded.key)
+        if encoded.error:
+            if not isinstance(encoded.error, Exception):
+                raise encoded.error
+            error = as_serving_error(encoded.error)
             for request in requests:
-                self._fail(request, failure)
-        if done.embeds is None:  # it broke, or nobody waited when its turn came
+                self._fail(request, error)
+        if encoded.embeds is None:
             return
-        self._encoded.put(done.key, done.embeds)
+        if encoded.key not in self._encoder_cache:
+            self._encoder_cache.store(encoded.key, encoded.embeds)
         for sequence in self._scheduler:
             if sequence.request in requests:
-                for span in sequence.spans:
-                    if span.key == done.key:
-                        span.embeds = done.embeds
+                for span in sequence.prompt.spans:
+                    if span.key == encoded.key:
+                        span.embeds = encoded.embeds
 
     def _forward(self, batch: list[Chunk]) -> list[tuple[list[Chunk], torch.Tensor]]:
-        """Chunks and their logits. Where the batch breaks each is tried alone, and whoever breaks fails."""
+        """Returns chunks with their logits. If the batch fails, runs each chunk alone to find the culprit."""
         batch = [chunk for chunk in batch if not chunk.sequence.request.cancelled]
         if not batch:
             return []
         try:
             return [(batch, self._runner.forward(batch))]
-        except Exception as error:  # noqa: BLE001  # a border, as above
-            failure = as_serving_error(error)
+        except Exception as raised:  # noqa: BLE001  # any error of the model's code fails one request only
+            error = as_serving_error(raised)
         if len(batch) > 1:
             return [pair for chunk in batch for pair in self._forward([chunk])]
-        self._fail(batch[0].sequence.request, failure)
+        self._fail(batch[0].sequence.request, error)
         return []
 
     def _commit(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
-            if not chunk.sequence.request.cancelled:  # or failed, for another of its answers
+            if not chunk.sequence.request.cancelled:  # another answer of the request may have failed
                 self._scheduler.commit(chunk)
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
-        """The next token for those whose last token so far is in their chunk."""
+        """Draws the next token of each sequence whose newest token was computed."""
         rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
         if not rows:
             return
@@ -246,84 +244,49 @@ class BatchedEngine(ThreadedEngine):
         for sequence, token in zip(sequences, sample(logits, [s.sampler for s in sequences]), strict=True):
             self._extend(sequence, token)
 
-    def _extend(self, sequence: Sequence, token: Sampled) -> None:
+    def _extend(self, sequence: SequenceState, token: Sampled) -> None:
         request = sequence.request
-        if token.token_id is None:  # also where nobody waits any more: others get its blocks
-            self._fail(request, ServingError("The model made no numbers of this request."))
+        if token.token_id is None:  # also for a cancelled request: other sequences will get its blocks
+            self._fail(request, not_finite_error())
             return
         if request.cancelled:
             return
-        first = {} if sequence.num_generated else _first(sequence)
+        first = FirstDelta() if sequence.num_generated else _first_delta(sequence)
         if token.token_id in sequence.sampler.ends:
-            self._tell(request, Delta([], "stop", sequence.index, **first))
+            self._send(request, Delta([], "stop", sequence.index, **first))
             self._scheduler.remove(sequence)
             return
         sequence.token_ids.append(token.token_id)
         sequence.sampler.add(token.token_id)
         self._stats.generated_tokens += 1
-        reason: Literal["length"] | None = "length" if sequence.num_generated == sequence.limit else None
+        is_full = sequence.num_generated == sequence.max_new_tokens
+        reason: Literal["length"] | None = "length" if is_full else None
         logprobs = [token.logprob] if token.logprob else []
-        self._tell(request, Delta([token.token_id], reason, sequence.index, logprobs, **first))
+        self._send(request, Delta([token.token_id], reason, sequence.index, logprobs, **first))
         if reason:
             self._scheduler.remove(sequence)
 
     def _fail(self, request: Request, error: ServingError) -> None:
-        """What the request left in the cache may be no numbers: nobody must find it there."""
+        """Ends the request. Its cache blocks may hold NaN, so no other sequence may find them."""
         request.cancelled = True
         for sequence in [each for each in self._scheduler if each.request is request]:
-            self._runner.clear(self._scheduler.discard(sequence))
-        self._tell(request, error)
+            self._runner.zero(self._scheduler.discard(sequence))
+        self._send(request, error)
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """What came of an item: embeddings, an error, or nothing, as nobody waited any more."""
-
-    key: bytes
-    embeds: torch.Tensor | None
-    error: BaseException | None = None
-
-
-class EncoderCache:
-    """Items as the model's encoders made them; the one not used for longest goes first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.num_bytes = 0
-        self.evictions = 0
-        self._max_bytes = max_bytes
-        self._items: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-
-    def get(self, key: bytes) -> torch.Tensor | None:
-        embeds = self._items.get(key)
-        if embeds is not None:
-            self._items.move_to_end(key)
-        return embeds
-
-    def put(self, key: bytes, embeds: torch.Tensor) -> None:
-        if key in self._items:
-            return
-        self._items[key] = embeds
-        self.num_bytes += embeds.nbytes
-        while self.num_bytes > self._max_bytes:
-            _, oldest = self._items.popitem(last=False)
-            self.num_bytes -= oldest.nbytes
-            self.evictions += 1
-
-
-def _first(sequence: Sequence) -> dict[str, Any]:
-    """What the first delta of an answer tells besides."""
+def _first_delta(sequence: SequenceState) -> FirstDelta:
     return {
-        "cached_tokens": (sequence.leader or sequence).cached_tokens,
-        "queue_ms": (sequence.started - sequence.request.submitted) * 1000,
-        "prefill_ms": (time.perf_counter() - sequence.started) * 1000,
+        "cached_tokens": (sequence.prefix_leader or sequence).cached_tokens,
+        "queue_ms": (sequence.admitted_at - sequence.request.submitted_at) * 1000,
+        "prefill_ms": (time.perf_counter() - sequence.admitted_at) * 1000,
     }
 
 
-def _num_blocks(model: Any, limits: Limits, context: int) -> int:
-    per_block = bytes_per_token(model) * BLOCK
-    if limits.kv_cache_bytes:
-        return max(1, limits.kv_cache_bytes // per_block)
+def _num_blocks(model: Any, kv_cache_bytes: int | None, max_model_len: int) -> int:
+    per_block = bytes_per_token(model) * BLOCK_SIZE
+    if kv_cache_bytes:
+        return max(1, kv_cache_bytes // per_block)
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         return int(free * _GPU_SHARE) // per_block
-    return max(_CPU_BYTES // per_block, -(-context // BLOCK))
+    return max(_MIN_CPU_BYTES // per_block, num_blocks_for(max_model_len))

@@ -1,77 +1,84 @@
-"""Which blocks of the KV cache are whose, and which hold the beginning of what."""
+"""Bookkeeping of the KV cache's blocks: their users and the prompt prefixes that they hold."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-BLOCK = 16  # tokens
+BLOCK_SIZE = 16  # tokens
+NULL_BLOCK = 0  # never allocated: padding in a block table points to it
 
-BLANK, RESERVED = 0, 1  # the first is nobody's: what only fills up a batch is read from it
+
+def num_blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
 
 
 class BlockPool:
-    """Blocks are shared by counting; one that nobody uses keeps its tokens until it is needed for others.
+    """Blocks with reference counts. A block without users keeps its tokens until it is allocated again.
 
-    A block's name is a hash over its tokens and all before them, so that equal names mean equal contents.
+    A block's hash covers its tokens and all tokens before them, so equal hashes mean equal contents.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks - RESERVED
-        self.evictions = 0  # blocks whose tokens might have been found
-        self._users = [0] * num_blocks
-        self._name: dict[int, bytes] = {}
-        self._named: dict[bytes, int] = {}
-        # Blocks without users: the first is the next to be overwritten.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED, num_blocks))
+        """The blocks are 1 to `num_blocks`; NULL_BLOCK is not one of them."""
+        self.evictions = 0  # blocks that lost a prefix which could have been reused
+        self._num_users = [0] * (1 + num_blocks)
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        # Blocks without users. The first one is allocated next.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, 1 + num_blocks))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def find(self, names: Sequence[bytes]) -> list[int]:
-        """Blocks for as many of the first names as there are."""
+    def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """Returns the blocks of the longest run of leading hashes that are cached."""
         found = []
-        for name in names:
-            if name not in self._named:
+        for block_hash in hashes:
+            if block_hash not in self._block_of:
                 break
-            found.append(self._named[name])
+            found.append(self._block_of[block_hash])
         return found
 
     def num_unused(self, blocks: Sequence[int]) -> int:
-        return sum(self._users[block] == 0 for block in blocks)
+        return sum(self._num_users[block] == 0 for block in blocks)
 
     def exclusive(self, blocks: Sequence[int]) -> list[int]:
-        """Those with one user."""
-        return [block for block in blocks if self._users[block] == 1]
+        """Returns the blocks that have exactly one user."""
+        return [block for block in blocks if self._num_users[block] == 1]
 
     def share(self, block: int) -> None:
-        self._users[block] += 1
+        self._num_users[block] += 1
         self._free.pop(block, None)
 
     def allocate(self) -> int:
         block, _ = self._free.popitem(last=False)
-        self.evictions += block in self._name
+        self.evictions += block in self._hash_of
         self.forget(block)
-        self._users[block] = 1
+        self._num_users[block] = 1
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The end of a prompt is overwritten before its beginning, and what has no name before all else."""
+        """Drops one user of each block of a sequence.
+
+        Blocks without a hash are allocated again first, since no prompt can reuse them. The end of a prompt
+        goes before its beginning, which more prompts share.
+        """
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if not self._users[block]:
+            self._num_users[block] -= 1
+            if not self._num_users[block]:
                 self._free[block] = None
-                if block not in self._name:
+                if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
 
-    def name(self, block: int, name: bytes) -> None:
-        """The first block of a name keeps it."""
-        if name not in self._named:
-            self._name[block] = name
-            self._named[name] = block
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Makes the block findable. If another block has this hash already, that one stays registered."""
+        if block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
 
     def forget(self, block: int) -> None:
-        name = self._name.pop(block, None)
-        if name is not None:
-            del self._named[name]
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]

@@ -1,7 +1,8 @@
-"""Prompt and items joined where some items came as embeddings: every item becomes embeddings in the prompt.
+"""Inputs of the model: a prompt and its items joined, and single items as embeddings.
 
-The model's own `forward` encodes media only for all items of a modality at once. Here each item is encoded
-alone, and what a client sent already is what encoding gives.
+`assemble` gives `generate` the raw features of all items; the model's own `forward` runs the encoders. That
+cannot mix media and embeddings that a client sent. `embedded` can: it encodes each item alone and places its
+embeddings in the prompt.
 """
 
 from __future__ import annotations
@@ -11,43 +12,75 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from deployments.engine.assemble import assemble, to_tensor
 from deployments.engine.base import EngineItem
 from deployments.errors import ServingError
+from deployments.processor.joining import join
 from deployments.processor.normalization import as_processed
 from deployments.processor.placeholders import PER_TOKEN, Span, expand
 from deployments.types import SECONDS_PER_GRID, Modality, Prompt, embeds_name
 
-# Features that models derive positions from; all others are for their encoders.
+_ALWAYS = frozenset({"input_ids", "attention_mask"})
+
+# Features from which models derive positions. All others are for the encoders.
 FOR_POSITIONS = frozenset({"image_grid_thw", "video_grid_thw", *SECONDS_PER_GRID}) | PER_TOKEN
 
 
+def assemble(
+    prompt: Prompt, items: Sequence[EngineItem], accepts: Set[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Returns the inputs that the processor would have made of the whole conversation, on the CPU.
+
+    `accepts`: names of the arguments of the model's `forward`; other features are left out. Tensors have a
+    batch of one: `input_ids`, `attention_mask` and per-token features are int64[1, n]. Raises InvalidMedia
+    if the features of several items do not join.
+    """
+    arrays = join(prompt, [(item.features, item.arrays) for item in items])
+    for name in PER_TOKEN & accepts - arrays.keys():
+        arrays[name] = np.zeros_like(arrays["input_ids"])
+    return {name: to_tensor(array, dtype) for name, array in arrays.items() if name in accepts | _ALWAYS}
+
+
+def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Converts features to the model's dtype. Single numbers of an item (seconds) keep their precision."""
+    tensor = torch.from_numpy(array)
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.ndim > 1 else tensor
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies to a GPU from pinned memory, so that the thread need not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def is_embedded(item: EngineItem) -> bool:
-    """Whether the item came as embeddings."""
+    """True if the client sent the item as embeddings."""
     return embeds_name(item.features.modality) in item.arrays
 
 
-def embedded(model: Any, prompt: Prompt, items: Sequence[EngineItem], accepts: Set[str]) -> dict[str, Any]:
-    """What `generate` takes, as `assemble` gives it, with `inputs_embeds` in the place of encoders' features.
+def embedded(
+    model: Any, prompt: Prompt, items: Sequence[EngineItem], accepts: Set[str]
+) -> dict[str, torch.Tensor]:
+    """Returns inputs of `generate` with `inputs_embeds` instead of the features for encoders.
 
-    `inputs_embeds`: [1, n, hidden size], of the model's dtype and on its device; the others are as they are
-    from `assemble`, and enough to derive the positions of every token.
+    `inputs_embeds`: [1, n, hidden size], of the model's dtype and on its device. The others are as `assemble`
+    gives them, and suffice to derive the position of every token.
     """
     inputs = for_positions(prompt, items, accepts, model.dtype)
     _, spans = expand(prompt, [item.features for item in items])
     token_ids = inputs["input_ids"][0]
-    rows = model.get_input_embeddings()(token_ids.to(model.device))
+    embeds = model.get_input_embeddings()(token_ids.to(model.device))
     for item, span in zip(items, spans, strict=True):
-        rows[places_of(model.config, item, span, token_ids)] = encode(model, item).to(rows.dtype)
-    return inputs | {"inputs_embeds": rows[None]}
+        embeds[embed_indices(model.config, item, span, token_ids)] = encode(model, item).to(embeds.dtype)
+    return inputs | {"inputs_embeds": embeds[None]}
 
 
 def encode(model: Any, item: EngineItem) -> torch.Tensor:
-    """The item as embeddings, [num_tokens, hidden size], on the model's device."""
+    """Returns the item's embeddings, [num_tokens, hidden size], on the model's device."""
     if is_embedded(item):
-        return given(item).to(model.device)
+        return sent_embeds(item).to(model.device)
     encoder = getattr(model, f"get_{item.features.modality}_features")
     arrays = as_processed(item.features, item.arrays)
     features = {
@@ -58,15 +91,17 @@ def encode(model: Any, item: EngineItem) -> torch.Tensor:
     output = encoder(**features, return_dict=True)
     pooled = output.pooler_output
     values = output.last_hidden_state if pooled is None else pooled
-    rows: torch.Tensor = torch.cat(list(values)) if isinstance(values, tuple | list) else values
-    rows = rows.reshape(-1, rows.shape[-1])
-    if len(rows) != item.features.num_tokens:
-        raise ServingError("This model's family cannot take media and embeddings together.")
-    return rows
+    embeds: torch.Tensor = torch.cat(list(values)) if isinstance(values, tuple | list) else values
+    embeds = embeds.reshape(-1, embeds.shape[-1])
+    if len(embeds) != item.features.num_tokens:
+        raise ServingError(
+            "This model does not support media and embeddings in one request. Send all items as media."
+        )
+    return embeds
 
 
-def given(item: EngineItem) -> torch.Tensor:
-    """A view; of bfloat16 the array has the bits."""
+def sent_embeds(item: EngineItem) -> torch.Tensor:
+    """Returns a view of the embeddings that the client sent. NumPy holds bfloat16 as its bits."""
     name = embeds_name(item.features.modality)
     tensor = torch.from_numpy(item.arrays[name])
     return tensor.view(torch.bfloat16) if item.features.shapes[name][1] == "bfloat16" else tensor
@@ -74,8 +109,8 @@ def given(item: EngineItem) -> torch.Tensor:
 
 def for_positions(
     prompt: Prompt, items: Sequence[EngineItem], accepts: Set[str], dtype: torch.dtype
-) -> dict[str, Any]:
-    """As `assemble`, but only with what the positions of the tokens are derived from, on the CPU."""
+) -> dict[str, torch.Tensor]:
+    """Returns the part of `assemble`'s inputs from which the positions are derived, on the CPU."""
     bare = [
         replace(item, arrays={name: array for name, array in item.arrays.items() if name in FOR_POSITIONS})
         for item in items
@@ -88,20 +123,24 @@ def for_positions(
 
 
 def _audio_length(item: EngineItem) -> int:
-    """Frames of sound of which Qwen's audio encoder, which halves them twice, makes so many tokens."""
+    """Returns a number of audio frames for which Qwen's encoder, which halves them twice, makes the item's
+    tokens."""
     return 4 * item.features.num_tokens - 1
 
 
-def places_of(config: Any, item: EngineItem, span: Span, token_ids: torch.Tensor) -> torch.Tensor:
-    """Indices of the item's embeddings in the prompt."""
-    places = torch.arange(span.offset, span.offset + span.length)
+def embed_indices(config: Any, item: EngineItem, span: Span, token_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the indices of the prompt's tokens that the item's embeddings replace."""
+    indices = torch.arange(span.offset, span.offset + span.length)
     if item.features.modality is None:
-        return places
-    return places[token_ids[places] == getattr(config, f"{item.features.modality}_token_id")]
+        return indices
+    return indices[token_ids[indices] == getattr(config, f"{item.features.modality}_token_id")]
 
 
 def hidden_size(model: Any) -> int | None:
-    """Of the embeddings that the model takes; None where they are not all that it takes of its inputs."""
+    """Returns the size of the embeddings that the model takes.
+
+    Returns None if embeddings are not all that it needs of an item, so that clients cannot send them.
+    """
     text = model.config.get_text_config()
     vision = getattr(model.config, "vision_config", None)
     every_layer = getattr(text, "hidden_size_per_layer_input", 0)

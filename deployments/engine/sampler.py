@@ -1,6 +1,6 @@
-"""From logits to tokens, for a batch of answers with settings of their own.
+"""Draws tokens from logits, for a batch of sequences that each have their own settings.
 
-An answer's draw depends on its logits and its own random numbers only, never on who else is in the batch.
+A draw depends only on the sequence's logits and its own random numbers, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 from deployments.types import SamplingParams, TokenLogprob
 
-COLDEST = 1e-5  # a lower temperature is greedy: dividing by it would overflow
+MIN_TEMPERATURE = 1e-5  # a lower one means greedy, since dividing by it would overflow
 
 
 class SamplerState:
-    """What one answer carries from token to token."""
+    """The settings and the sampling history of one sequence."""
 
     def __init__(
         self, sampling: SamplingParams, index: int, prompt_ids: Sequence[int], ends: Set[int]
     ) -> None:
-        """`ends`: tokens that end the answer."""
+        """`index`: of the answer in its request. `ends`: tokens that end the answer."""
         self.sampling = sampling
-        self.greedy = sampling.temperature < COLDEST
+        self.greedy = sampling.temperature < MIN_TEMPERATURE
         self.ends = ends
         self.num_tokens = 0
         self.seen: set[int] | None = set(prompt_ids) if sampling.repetition_penalty != 1 else None
@@ -36,12 +36,12 @@ class SamplerState:
         self.shapes_logits = bool(
             sampling.logit_bias or sampling.min_tokens or self.seen is not None or self.counts is not None
         )
-        # Negative seeds are another 2^64.
+        # Maps the API's seeds, -2^63 to 2^64 - 1, to distinct numbers that are not negative.
         seed = None if sampling.seed is None else [sampling.seed % 2**65, index]
         self._random = np.random.default_rng(seed)
 
     def draw(self) -> float:
-        """The next of the answer's random numbers, in [0, 1)."""
+        """Returns the next of the sequence's random numbers, in [0, 1)."""
         return float(self._random.random())
 
     def add(self, token_id: int) -> None:
@@ -53,15 +53,15 @@ class SamplerState:
 
 
 class Sampled(NamedTuple):
-    token_id: int | None  # None: the logits were no numbers
-    logprob: TokenLogprob | None = None  # where asked for
+    token_id: int | None  # None: the logits had NaN or infinity
+    logprob: TokenLogprob | None = None  # if the request asked for it
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-    """One token for each row of `logits`, [len(states), vocabulary], which may be overwritten."""
+    """Draws one token for each row of `logits`, [len(states), vocabulary]. May overwrite `logits`."""
     logits = logits.float()
     best, tokens = logits.max(dim=-1)
-    sound = map(math.isfinite, best.tolist())
+    is_finite = map(math.isfinite, best.tolist())
     wanted = [row for row, state in enumerate(states) if state.sampling.top_logprobs is not None]
     logprobs = logits[wanted].log_softmax(-1) if wanted else None
 
@@ -75,18 +75,20 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
         tokens[drawn] = _draw(logits[drawn], [states[row] for row in drawn])
 
     token_ids: list[int] = tokens.tolist()
-    told: dict[int, TokenLogprob] = {}
+    reported: dict[int, TokenLogprob] = {}
     if logprobs is not None:
         tops = [states[row].sampling.top_logprobs or 0 for row in wanted]
-        told = dict(zip(wanted, _told(logprobs, [token_ids[row] for row in wanted], tops), strict=True))
+        reported = dict(
+            zip(wanted, _token_logprobs(logprobs, [token_ids[row] for row in wanted], tops), strict=True)
+        )
     return [
-        Sampled(token_id if fine else None, told.get(row))
-        for row, (token_id, fine) in enumerate(zip(token_ids, sound, strict=True))
+        Sampled(token_id if finite else None, reported.get(row))
+        for row, (token_id, finite) in enumerate(zip(token_ids, is_finite, strict=True))
     ]
 
 
 def _shape(logits: torch.Tensor, state: SamplerState) -> None:
-    """Bias, penalties and forbidden ends, in place, on one row."""
+    """Applies penalties, bias and the ban on ends before `min_tokens` to one row, in place."""
     sampling = state.sampling
     if state.seen:
         ids = torch.tensor(list(state.seen), device=logits.device)
@@ -105,8 +107,9 @@ def _shape(logits: torch.Tensor, state: SamplerState) -> None:
 
 
 def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
-    """By the inverse of the distribution function over the vocabulary in its own order, in float64: another
-    last bit in the logits, as from a batch of another size, then as good as never gives another token.
+    """Draws from each row by inverting the cumulative distribution, in float64 and in vocabulary order.
+
+    The last bits of the logits vary with the size of the batch. This way they almost never change a token.
     """
     device = logits.device
     settings = np.array(
@@ -120,20 +123,23 @@ def _draw(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
     if (settings[:, 1] < 1).any() or (settings[:, 3] > 0).any():
         ordered = probs.sort(dim=-1, descending=True).values
         limit = torch.where(top_k > 0, top_k, probs.shape[-1]).long().clamp(max=probs.shape[-1])
-        least = ordered.gather(-1, limit - 1)
-        ordered = torch.where(ordered >= least, ordered, 0.0)
-        before = ordered.cumsum(-1) - ordered  # what the likelier ones have together
+        threshold = ordered.gather(-1, limit - 1)
+        ordered = torch.where(ordered >= threshold, ordered, 0.0)
+        before = ordered.cumsum(-1) - ordered  # probability of all likelier tokens
         kept = (before < top_p * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True).clamp(min=1)
         probs = torch.where(probs >= ordered.gather(-1, kept - 1), probs, 0.0)
     if (settings[:, 2] > 0).any():
         probs = torch.where(probs >= min_p * probs.amax(-1, keepdim=True), probs, 0.0)
     total = probs.cumsum(-1)
     tokens = torch.searchsorted(total, draws * total[:, -1:], right=True).squeeze(-1)
-    # Rounding may put the very last draw past the end; the likeliest token is never forbidden.
+    # Rounding may put a draw past the end. The likeliest token is always allowed.
     return torch.where(tokens < probs.shape[-1], tokens, probs.argmax(-1))
 
 
-def _told(logprobs: torch.Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+def _token_logprobs(
+    logprobs: torch.Tensor, token_ids: Sequence[int], tops: Sequence[int]
+) -> list[TokenLogprob]:
+    """`tops`: for each row, the number of likeliest tokens to report."""
     values, ids = (each.tolist() for each in logprobs.topk(max(max(tops), 1), dim=-1))
     chosen = (
         logprobs.gather(-1, torch.tensor(token_ids, device=logprobs.device)[:, None]).squeeze(-1).tolist()

@@ -1,4 +1,4 @@
-"""The plain engine: requests run one after another through `model.generate`, whatever the family."""
+"""The plain engine: runs one request after another through `model.generate`. Serves every family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from transformers import (
@@ -19,41 +19,30 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineStats
-from deployments.engine.inputs import embedded, hidden_size, is_embedded
+from deployments.engine.config import EngineConfig
+from deployments.engine.inputs import assemble, embedded, is_embedded
 from deployments.engine.sampler import SamplerState, sample
 from deployments.engine.threaded import (
     Request,
     ThreadedEngine,
     as_serving_error,
-    default_sampling,
-    eos_token_ids,
+    end_token_ids,
+    model_spec,
+    not_finite_error,
 )
-from deployments.errors import ServingError
-from deployments.types import Delta, ModelSpec
+from deployments.types import Delta
 
 
-class TransformersEngine(ThreadedEngine):
-    """First come, first served; greedy output is that of `model.generate` on the same inputs.
+class TransformersEngine(ThreadedEngine[Never]):
+    """First come, first served. Greedy output equals that of `model.generate` on the same inputs.
 
-    A request that breaks inside the model fails alone.
+    A request that fails inside the model fails alone.
     """
 
-    def __init__(self, model: Any, max_model_len: int | None = None, max_open: int = 256) -> None:
+    def __init__(self, model: Any, config: EngineConfig = EngineConfig()) -> None:  # noqa: B008  # not mutated
+        super().__init__(model_spec(model, config.max_model_len), 1 + config.max_waiting_requests)
         self._model = model
-        self._eos = eos_token_ids(model.generation_config)
-        text = model.config.get_text_config()
-        context = text.max_position_embeddings
-        spec = ModelSpec(
-            max_model_len=min(context, max_model_len or context),
-            hidden_size=hidden_size(model),
-            default_sampling=default_sampling(model.generation_config),
-            device=model.device.type,
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=text.vocab_size,
-        )
-        super().__init__(spec, max_open)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._waiting: deque[Request] = deque()
         self._stats = EngineStats()
@@ -64,11 +53,11 @@ class TransformersEngine(ThreadedEngine):
 
     def _run(self) -> None:
         while True:
-            for request in self._arrivals(wait=not self._waiting):
+            for request in self._messages(wait=not self._waiting):
                 if request is None:
                     return
                 self._waiting.append(request)
-            request = None  # its arrays are in the object store as long as they are referred to
+            request = None  # a reference to a request would keep its arrays in the object store
             self._serve(self._waiting.popleft())
             self._deliver()
 
@@ -78,67 +67,67 @@ class TransformersEngine(ThreadedEngine):
             for index in range(request.sampling.n):
                 if not request.cancelled:
                     self._generate(request, index)
-        except Exception as error:  # noqa: BLE001  # a border: whatever breaks in here, breaks one request
-            self._tell(request, as_serving_error(error))
+        except Exception as error:  # noqa: BLE001  # any error of the model's code fails this request only
+            self._send(request, as_serving_error(error))
         self._stats.running = 0
 
     def _generate(self, request: Request, index: int) -> None:
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         sampling = request.sampling
         if any(is_embedded(item) for item in request.items):
             inputs = embedded(self._model, request.prompt, request.items, self._accepts)
         else:
             inputs = assemble(request.prompt, request.items, self._accepts, self._model.dtype)
         token_ids = inputs["input_ids"][0].tolist()
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        limit = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))
+        ends = end_token_ids(self._model.generation_config, sampling)
+        max_new_tokens = min(sampling.max_tokens, self._spec.max_model_len - len(token_ids))
         state = SamplerState(sampling, index, token_ids, ends)
         reason: Literal["stop", "length"] | None = None
 
         def pick(logits: torch.Tensor) -> int:
-            """Called by `generate` for every token."""
+            """Draws and sends a token. `generate` calls this for every token."""
             nonlocal reason
             (token,) = sample(logits, [state])
             if token.token_id is None:
-                raise ServingError("The model made no numbers of this request.")
-            first = {} if state.num_tokens else self._first(request, started)
-            ended = token.token_id in ends
-            reason = "stop" if ended else None
-            if not ended:
+                raise not_finite_error()
+            is_first = state.num_tokens == 0
+            is_end = token.token_id in ends
+            reason = "stop" if is_end else None
+            if not is_end:
                 state.add(token.token_id)
                 self._stats.generated_tokens += 1
-                reason = "length" if state.num_tokens == limit else None
-            logprobs = [token.logprob] if token.logprob and not ended else []
-            self._tell(request, Delta([] if ended else [token.token_id], reason, index, logprobs, **first))
+                reason = "length" if state.num_tokens == max_new_tokens else None
+            delta = Delta(
+                token_ids=[] if is_end else [token.token_id],
+                finish_reason=reason,
+                index=index,
+                logprobs=[token.logprob] if token.logprob and not is_end else [],
+                queue_ms=(started_at - request.submitted_at) * 1000 if is_first else 0.0,
+                prefill_ms=(time.perf_counter() - started_at) * 1000 if is_first else 0.0,
+            )
+            self._send(request, delta)
             self._deliver()
             return token.token_id
 
         self._stats.prompt_tokens += len(token_ids)
         self._model.generate(
             **{name: tensor.to(self._model.device, non_blocking=True) for name, tensor in inputs.items()},
-            generation_config=self._config(limit),
+            generation_config=self._config(max_new_tokens),
             logits_processor=LogitsProcessorList([_Pick(pick)]),
             stopping_criteria=StoppingCriteriaList([_Ended(request, index, ends)]),
         )
         if not reason and index in request.ended:
-            self._tell(request, Delta([], "stop", index))
-            self._deliver()  # the next answer's first token may be long in coming
+            self._send(request, Delta([], "stop", index))
+            self._deliver()  # now, since the next answer's first token may take long
 
-    def _first(self, request: Request, started: float) -> dict[str, Any]:
-        """What the first delta of an answer tells besides."""
-        return {
-            "queue_ms": (started - request.submitted) * 1000,
-            "prefill_ms": (time.perf_counter() - started) * 1000,
-        }
-
-    def _config(self, limit: int) -> GenerationConfig:
-        """Tokens are picked by our own sampler, and ended by our own criterion."""
+    def _config(self, max_new_tokens: int) -> GenerationConfig:
+        """Turns off what `_Pick` and `_Ended` do instead: sampling and the end of the answer."""
         config = copy.deepcopy(self._model.generation_config)
         config.max_length = None
-        config.max_new_tokens = limit
+        config.max_new_tokens = max_new_tokens
         if config.pad_token_id is None:
             config.pad_token_id = 0  # one sequence needs no padding; transformers would warn every time
-        # `generate` would put the default back for None; this id is never drawn.
+        # None would bring the checkpoint's ids back. This id is outside of the vocabulary, so it never ends.
         config.eos_token_id = [self._spec.vocab_size]
         config.num_beams = config.num_return_sequences = 1
         config.do_sample = False
@@ -148,7 +137,7 @@ class TransformersEngine(ThreadedEngine):
 
 
 class _Pick(LogitsProcessor):  # type: ignore[misc]
-    """Leaves `generate` one token to choose from."""
+    """Leaves `generate` only the token that our sampler has drawn."""
 
     def __init__(self, pick: Callable[[torch.Tensor], int]) -> None:
         self._pick = pick
@@ -161,6 +150,8 @@ class _Pick(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
+    """Stops `generate` at an end token, or if the client needs no more tokens."""
+
     def __init__(self, request: Request, index: int, ends: frozenset[int]) -> None:
         self._request, self._index, self._ends = request, index, ends
 

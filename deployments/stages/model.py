@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import warnings
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import fields
-from typing import Literal
 
 from pydantic import Field
 
-from deployments.engine.base import Engine, EngineItem, EngineStats
+from deployments.engine.base import EngineItem, EngineStats
+from deployments.engine.config import EngineConfig
+from deployments.engine.load import load_engine
 from deployments.errors import PromptTooLong, ServingError
-from deployments.processor.checkpoint import DTypeName, load_model
 from deployments.runtime.memory import freeze_start_up, release_on_error
 from deployments.runtime.metrics import (
     ENGINE_CAPACITY,
@@ -37,17 +35,11 @@ from deployments.types import Activity, Delta, MMFeatures, ModelSpec, Prompt, Sa
 logger = logging.getLogger("ray.serve")
 
 
-class ModelConfig(StageConfig):
-    model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where there is one
-    dtype: DTypeName = "auto"  # auto: the checkpoint's own on a GPU, float32 on a CPU
-    max_model_len: int | None = Field(default=None, ge=2)  # tokens; the model's context where not set
-    max_running: int = Field(default=64, ge=1)  # answers that get a token in each step
-    max_waiting: int = Field(default=256, ge=0)  # requests beyond that; one more is a 503
-    step_tokens: int = Field(default=512, ge=1)  # of prompts in a step
-    kv_cache_bytes: int | None = Field(default=None, ge=1)  # see engine/batched_engine.py where not set
-    encoder_cache_bytes: int = Field(default=256 * 2**20, ge=0)  # of encoded media
-    torch_threads: int = Field(default=1, ge=1)
+class ModelConfig(StageConfig, EngineConfig):
+    model: str = Field(
+        default="tiny-omni",
+        description="Name of a bundled checkpoint, a folder, or an id on the Hugging Face hub.",
+    )
 
 
 class Model:
@@ -55,7 +47,7 @@ class Model:
 
     def __init__(self, config: ModelConfig) -> None:
         begin(self, config)
-        self._engine = _load_engine(config)
+        self._engine = load_engine(config.model, config)
         self._ended: dict[str, set[int]] = {}  # of each request that runs, answers that need no more tokens
         self._done = 0
         publish(self._report)
@@ -109,7 +101,7 @@ class Model:
 
     def _activity(self, stats: EngineStats) -> list[Activity]:
         """What waits has not always a place to take: of the cache there may be none left."""
-        room = 0 if stats.waiting else stats.max_running - stats.running
+        room = 0 if stats.waiting else stats.max_num_seqs - stats.running
         hits, misses = stats.prefix_hit_tokens, stats.prompt_tokens - stats.prefix_hit_tokens
         return [Activity("model", stats.waiting, stats.running, self._done, hits, misses, room)]
 
@@ -125,7 +117,7 @@ class Model:
             evictions=stats.encoder_evictions,
             num_bytes=stats.encoder_bytes,
         )
-        ENGINE_CAPACITY.set(stats.max_running)
+        ENGINE_CAPACITY.set(stats.max_num_seqs)
         ENGINE_KV_TOKENS.set(stats.kv_tokens)
         ENGINE_KV_USED.set(stats.kv_tokens_used)
         ENGINE_STEPS.set_total(stats.steps)
@@ -145,26 +137,3 @@ class Model:
                 f"The prompt has {length} tokens; the model's context of {limit} leaves no room to answer."
             )
         return length
-
-
-def _load_engine(config: ModelConfig) -> Engine:
-    """In batches where the family allows it, else one request after another."""
-    # Imported here, so that whoever only wants the config does not import torch.
-    import torch
-
-    from deployments.engine.batched_engine import BatchedEngine, Limits
-    from deployments.engine.runner import why_not
-    from deployments.engine.transformers_engine import TransformersEngine
-
-    torch.set_num_threads(config.torch_threads)
-    # Arrays from the object store are read-only, and the engine only reads them (there is a test).
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(config.model, device, config.dtype)
-    if reason := why_not(model):
-        logger.warning("%s is served one request at a time: %s", config.model, reason)
-        return TransformersEngine(model, config.max_model_len, 1 + config.max_waiting)
-    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
-    return BatchedEngine(model, limits)

@@ -56,7 +56,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     def change(config: ServeConfig) -> None:
         config["applications"][0]["logging_config"] = {"encoding": "JSON"}
         args = config["applications"][0]["args"]
-        args["engine"] = {"max_running": 2}
+        args["engine"] = {"max_num_seqs": 2}
         args["media_loader"] |= {"image_fetch_timeout_s": 2 * SLOW_S}
 
     # Ray's shortest interval, so that the panels soon have data.

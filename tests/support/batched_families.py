@@ -1,4 +1,4 @@
-"""Tiny random models of the families that are served in batches, and items for them without a processor."""
+"""Tiny random models of the batched families, and items for them without a processor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import transformers as t
 
-from deployments.engine.assemble import assemble
 from deployments.engine.base import EngineItem
+from deployments.engine.inputs import assemble
 from deployments.processor.placeholders import run_lengths
 from deployments.types import Arrays, MMFeatures, Modality, Prompt
 
@@ -53,16 +53,16 @@ _VISION_IDS = {
 @dataclass(frozen=True, slots=True)
 class Family:
     model: Any
-    item: Callable[[int], EngineItem]  # by a seed
+    item: Callable[[int], EngineItem]  # makes an item from a seed
 
     def inputs(self, prompt: Prompt, items: list[EngineItem]) -> dict[str, torch.Tensor]:
-        """What `generate` takes."""
+        """Returns the inputs of `generate`."""
         accepts = frozenset(inspect.signature(self.model.forward).parameters)
         return assemble(prompt, items, accepts, self.model.dtype)
 
 
 def _random(model: Any) -> Any:
-    """Weights of the usual size would answer the same token for ever."""
+    """Enlarges the weights: with the usual ones, a model would repeat one token."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -123,7 +123,7 @@ def _llava() -> Family:
 
 
 def _patched(model: Any) -> Family:
-    """An image in several patches, the number of its tokens as the model counts."""
+    """Makes images of several patches, and asks the model for the number of their tokens."""
 
     def item(seed: int) -> EngineItem:
         arrays = {
@@ -208,7 +208,7 @@ def family(name: str) -> Family:
 
 
 def prompt(seed: int, items: list[EngineItem], num_text: int = 12) -> Prompt:
-    """Random text with the items in it at random places."""
+    """Returns random text with the items at random places."""
     rng = np.random.default_rng(seed)
     token_ids = rng.integers(1, 180, num_text).tolist()
     at = sorted(rng.integers(0, num_text, len(items)).tolist())

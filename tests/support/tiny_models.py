@@ -273,7 +273,7 @@ def assembled(
     """The model's inputs, from items that were processed separately; `accepts`: see `assemble`."""
     import torch
 
-    from deployments.engine.assemble import assemble
+    from deployments.engine.inputs import assemble
 
     ordered = engine_items_of(model, items, settings)
     prompt = tokenizer(model).encode(conversation, [item.features.affixes for item in ordered])

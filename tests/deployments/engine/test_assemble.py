@@ -1,4 +1,4 @@
-"""Items that were processed apart, joined, are what one call of the processor makes of the conversation."""
+"""Items processed alone and joined equal the result of one processor call for the conversation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_joint(model: str, conversation: Chat, items: Sequence[tuple[Media, Ar
 
 
 def interleaved(*kinds: str) -> Chat:
-    """Media over two of five messages, with text between, before and behind them."""
+    """Puts media into two of five messages, with text around them."""
     parts = [{"type": kind} for kind in kinds]
     text = {"type": "text", "text": "and this?"}
     return Chat(
@@ -83,7 +83,7 @@ def test_qwen3_vl_conversation_equals_one_joint_call() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_images_of_one_size_equal_one_joint_call(model: str) -> None:
-    # The processor works on images of one size together.
+    # The processor batches images of one size.
     items = [image(seed, 64, 64) for seed in range(5)]
     assert_joint(MODELS[model](), chat(*(media for media, _ in items), "How many?"), items)
 
@@ -96,7 +96,7 @@ def test_text_alone_equals_one_joint_call(model: str) -> None:
 def test_features_take_the_dtype_of_the_model_but_seconds_do_not() -> None:
     import torch
 
-    from deployments.engine.assemble import assemble
+    from deployments.engine.inputs import assemble
 
     media, arrays = video(1)
     prompt = tokenizer(OMNI).encode(chat(media))
@@ -108,7 +108,7 @@ def test_features_take_the_dtype_of_the_model_but_seconds_do_not() -> None:
 def test_features_the_model_does_not_take_are_left_out() -> None:
     import torch
 
-    from deployments.engine.assemble import assemble
+    from deployments.engine.inputs import assemble
 
     media, arrays = image(1)
     prompt = tokenizer(OMNI).encode(chat(media))
@@ -119,7 +119,7 @@ def test_features_the_model_does_not_take_are_left_out() -> None:
 def test_features_that_do_not_join_are_an_error_not_a_wrong_input() -> None:
     import torch
 
-    from deployments.engine.assemble import assemble
+    from deployments.engine.inputs import assemble
 
     (first, arrays), (second, _) = image(1), image(2)
     prompt = tokenizer(OMNI).encode(chat(first, second))

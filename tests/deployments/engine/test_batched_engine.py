@@ -1,4 +1,4 @@
-"""The batched engine against `model.generate`, whoever else is served, and those who leave or break."""
+"""The batched engine against `model.generate` in any batch, and requests that are cancelled or fail."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import torch
 import transformers
 
 from deployments.engine.base import EngineItem
-from deployments.engine.batched_engine import BatchedEngine, Limits
-from deployments.engine.runner import bytes_per_token, why_not
+from deployments.engine.batched_engine import BatchedEngine
+from deployments.engine.batching_support import why_not_batched
+from deployments.engine.config import EngineConfig
+from deployments.engine.paged_cache import bytes_per_token
 from deployments.errors import Overloaded, ServingError, StageUnavailable
 from deployments.processor.checkpoint import load_model
 from deployments.types import Delta, Prompt, SamplingParams
@@ -35,12 +37,12 @@ torch.set_num_threads(1)  # as in the model's stage; for such small models more 
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=24)
-NOT_IN_BATCHES = {"Gemma 3", "Gemma 4", "Mistral 3 (Pixtral)", "Phi-4-multimodal", "Qwen3-VL"}
+NOT_BATCHED = {"Gemma 3", "Gemma 4", "Mistral 3 (Pixtral)", "Phi-4-multimodal", "Qwen3-VL"}
 FAMILIES = [*batched_families.NAMES, "omni"]
 
 
 class Gate:
-    """Lets an engine take so many steps and no more."""
+    """Lets an engine take a given number of steps."""
 
     def __init__(self, engine: BatchedEngine) -> None:
         self._permits, self._done = threading.Semaphore(0), threading.Semaphore(0)
@@ -49,7 +51,7 @@ class Gate:
         engine.step = self._gated
 
     async def steps(self, n: int) -> None:
-        """Returns when they are done and told. There must be something to do."""
+        """Returns when the steps are done and delivered. The engine must have work."""
         for _ in range(n):
             self._permits.release()
             await asyncio.to_thread(self._done.acquire)
@@ -66,8 +68,8 @@ class Gate:
 
 
 @contextmanager
-def running(model: Any, limits: Limits = Limits()) -> Iterator[BatchedEngine]:  # noqa: B008
-    engine = BatchedEngine(model, limits)
+def running(model: Any, config: EngineConfig = EngineConfig()) -> Iterator[BatchedEngine]:  # noqa: B008
+    engine = BatchedEngine(model, config)
     try:
         yield engine
     finally:
@@ -75,8 +77,11 @@ def running(model: Any, limits: Limits = Limits()) -> Iterator[BatchedEngine]:  
 
 
 @asynccontextmanager
-async def gated(model: Any, limits: Limits = Limits()) -> AsyncIterator[tuple[BatchedEngine, Gate]]:  # noqa: B008
-    engine = BatchedEngine(model, limits)
+async def gated(
+    model: Any,
+    config: EngineConfig = EngineConfig(),  # noqa: B008
+) -> AsyncIterator[tuple[BatchedEngine, Gate]]:
+    engine = BatchedEngine(model, config)
     gate = Gate(engine)
     try:
         yield engine, gate
@@ -121,7 +126,7 @@ def named(name: str) -> Family:
 
 @cache
 def requests(name: str) -> list[tuple[Prompt, list[EngineItem], list[int]]]:
-    """Sixteen requests with none, one or two items, and the answers of `generate`."""
+    """Returns sixteen requests with up to two items each, and the answers of `generate`."""
     chosen = named(name)
     return [
         (*request, generated(chosen, *request, max_new_tokens=LONG.max_tokens))
@@ -155,12 +160,14 @@ async def test_greedy_is_that_of_generate_alone(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("limits", ["wide", "chunks", "small cache"])
 async def test_greedy_is_that_of_generate_among_others(name: str, limits: str) -> None:
-    """Sixteen requests that arrive at random steps; the second time most of it is in the caches."""
+    """Sends sixteen requests at random steps, twice: the second time most of it is cached."""
     model = named(name).model
     chosen = {
-        "wide": Limits(),
-        "chunks": Limits(step_tokens=16),
-        "small cache": Limits(kv_cache_bytes=bytes_per_token(model) * 16 * 10, max_waiting=100),
+        "wide": EngineConfig(),
+        "chunks": EngineConfig(max_num_batched_tokens=16),
+        "small cache": EngineConfig(
+            kv_cache_bytes=bytes_per_token(model) * 16 * 10, max_waiting_requests=100
+        ),
     }[limits]
     rng = np.random.default_rng(0)
     async with gated(model, chosen) as (engine, gate):
@@ -180,16 +187,16 @@ async def test_greedy_is_that_of_generate_among_others(name: str, limits: str) -
 
 
 @pytest.mark.parametrize(
-    "chosen", [family for family in WITH_MODELS if family.name not in NOT_IN_BATCHES], ids=str
+    "chosen", [family for family in WITH_MODELS if family.name not in NOT_BATCHED], ids=str
 )
 async def test_whole_conversations_through_the_processors(chosen: tiny_families.Family) -> None:
-    """Several items of each modality in six messages, against one call of processor and `generate`."""
+    """Compares several items of each modality in six messages with one call of processor and `generate`."""
     folder, items = chosen.folder(), tiny_families.samples(chosen)
     if chosen.name == "GLM-4V":  # its model takes images or videos in one request
         items = [item for item in items if item[0].modality == "image"]
     model = copy.deepcopy(tiny_model(chosen))
     for parameter in model.get_decoder().parameters():
-        parameter.data *= 4 if parameter.ndim > 1 else 1  # else it would answer one token for ever
+        parameter.data *= 4 if parameter.ndim > 1 else 1  # else it would repeat one token
     conversation = tiny_families.conversation(items)
     inputs = tiny_models.joint_call(folder, conversation, items)
     with torch.inference_mode():
@@ -201,15 +208,15 @@ async def test_whole_conversations_through_the_processors(chosen: tiny_families.
             output_logits=True,
             return_dict_in_generate=True,
         )
-    told = [float(row.log_softmax(-1).max()) for row in expected.logits]
+    reported = [float(row.log_softmax(-1).max()) for row in expected.logits]
     ready = tiny_models.engine_items_of(folder, items)
     prompt = tiny_models.tokenizer(folder).encode(conversation, [item.features.affixes for item in ready])
-    assert why_not(model) is None
-    with running(model, Limits(step_tokens=64)) as engine:
+    assert why_not_batched(model) is None
+    with running(model, EngineConfig(max_num_batched_tokens=64)) as engine:
         parts = await deltas(engine, prompt, ready, replace(GREEDY, top_logprobs=0))
     tokens = [token for delta in parts for token in delta.token_ids]
     assert tokens == expected.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    assert [each.logprob for delta in parts for each in delta.logprobs] == pytest.approx(told, abs=1e-3)
+    assert [each.logprob for delta in parts for each in delta.logprobs] == pytest.approx(reported, abs=1e-3)
 
 
 async def test_a_prefix_is_shared_as_far_as_text_and_media_are_the_same() -> None:
@@ -232,7 +239,7 @@ async def test_the_encoder_cache_is_bounded_and_spares_the_encoder() -> None:
     chosen = family("llava")
     items = [chosen.item(seed) for seed in range(3)]
     size = items[0].features.length * 64 * 4
-    with running(chosen.model, Limits(encoder_cache_bytes=2 * size)) as engine:
+    with running(chosen.model, EngineConfig(encoder_cache_bytes=2 * size)) as engine:
         for seed, item in enumerate([items[0], items[1], items[0], items[2], items[1]]):
             await answer(engine, batched_families.prompt(seed, [item]), [item])
         stats = engine.stats()
@@ -241,7 +248,7 @@ async def test_the_encoder_cache_is_bounded_and_spares_the_encoder() -> None:
 
 
 def encoded(chosen: Family, item: EngineItem) -> EngineItem:
-    """The same as embeddings, as a client may send them; of LLaVA."""
+    """Returns a LLaVA item as embeddings, as a client may send them."""
     with torch.no_grad():
         pixels = torch.from_numpy(item.arrays["pixel_values"])
         (embeds,) = chosen.model.model.get_image_features(pixels, return_dict=True).pooler_output
@@ -251,7 +258,7 @@ def encoded(chosen: Family, item: EngineItem) -> EngineItem:
     )
 
 
-async def test_ready_embeddings_take_the_place_of_an_item() -> None:
+async def test_sent_embeddings_replace_an_item() -> None:
     chosen = family("llava")
     item = chosen.item(1)
     prompt = batched_families.prompt(1, [item])
@@ -269,7 +276,7 @@ async def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
     assert len({tuple(each) for each in alone}) == 12
 
 
-async def test_answers_to_one_request_share_the_reading_of_its_prompt() -> None:
+async def test_answers_to_one_request_share_its_prefill() -> None:
     model = family("text").model
     several = replace(GREEDY, temperature=1.0, seed=3, n=3)
     with running(model) as engine:
@@ -291,11 +298,11 @@ async def test_logprobs_are_the_models_own() -> None:
     with running(chosen.model) as engine:
         parts = await deltas(engine, text(1), [], asked)
     tokens = [token for delta in parts for token in delta.token_ids]
-    told = [each for delta in parts for each in delta.logprobs]
+    reported = [each for delta in parts for each in delta.logprobs]
     with torch.no_grad():
         whole = torch.tensor([text(1).token_ids + tokens])
         expected = chosen.model(input_ids=whole).logits[0, 11:-1].log_softmax(-1)
-    for row, token, each in zip(expected, tokens, told, strict=True):
+    for row, token, each in zip(expected, tokens, reported, strict=True):
         assert each.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert [i for i, _ in each.top] == row.topk(3).indices.tolist()
         assert [value for _, value in each.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
@@ -329,13 +336,13 @@ async def test_ends() -> None:
 
 
 async def test_the_context_bounds_the_answer() -> None:
-    with running(family("text").model, Limits(max_model_len=15)) as engine:
+    with running(family("text").model, EngineConfig(max_model_len=15)) as engine:
         assert engine.spec.max_model_len == 15
         *_, last = parts = await deltas(engine, text(1), [], GREEDY)
         assert (sum(len(d.token_ids) for d in parts), last.finish_reason) == (3, "length")
 
 
-async def test_who_leaves_frees_place_and_memory_within_a_step() -> None:
+async def test_a_cancelled_request_frees_its_slot_and_memory_within_a_step() -> None:
     model = family("text").model
     long = replace(GREEDY, max_tokens=60)
     with running(model) as engine:
@@ -357,17 +364,17 @@ async def test_who_leaves_frees_place_and_memory_within_a_step() -> None:
         assert engine.stats().kv_tokens_used == 0
 
 
-async def test_an_answer_that_needs_no_more_frees_its_place_within_a_step() -> None:
+async def test_an_ended_answer_frees_its_slot_within_a_step() -> None:
     model = family("text").model
     several = replace(GREEDY, temperature=1.0, seed=3, n=3, max_tokens=40)
     with running(model) as engine:
         expected = answers_of(await deltas(engine, text(1), [], several))
     async with gated(model) as (engine, gate):
-        told: list[Delta] = []
+        received: list[Delta] = []
         ended: set[int] = set()
 
         async def read() -> None:
-            told.extend([delta async for delta in engine.submit(text(1), [], several, ended)])
+            received.extend([delta async for delta in engine.submit(text(1), [], several, ended)])
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
@@ -380,19 +387,19 @@ async def test_an_answer_that_needs_no_more_frees_its_place_within_a_step() -> N
         assert engine.stats().kv_tokens_used < used
         gate.open()
         await reading
-    answers = answers_of(told)
+    answers = answers_of(received)
     assert [answers[0], answers[2]] == [expected[0], expected[2]]
     assert answers[1] == expected[1][: len(answers[1])]
-    assert sorted((d.index, d.finish_reason) for d in told if d.finish_reason) == [
+    assert sorted((d.index, d.finish_reason) for d in received if d.finish_reason) == [
         (0, "length"),
         (1, "stop"),
         (2, "length"),
     ]
 
 
-def answers_of(told: list[Delta]) -> list[list[int]]:
-    indices = sorted({delta.index for delta in told})
-    return [[t for delta in told if delta.index == index for t in delta.token_ids] for index in indices]
+def answers_of(received: list[Delta]) -> list[list[int]]:
+    indices = sorted({delta.index for delta in received})
+    return [[t for delta in received if delta.index == index for t in delta.token_ids] for index in indices]
 
 
 async def test_a_stream_that_is_closed_ends_its_request() -> None:
@@ -410,9 +417,9 @@ async def test_a_stream_that_is_closed_ends_its_request() -> None:
         await other
 
 
-async def test_a_long_prompt_does_not_stop_the_others() -> None:
-    """Each of eight streams gets a token in every step in which the longest prompt is read."""
-    async with gated(family("text").model, Limits(step_tokens=32)) as (engine, gate):
+async def test_a_long_prompt_does_not_stall_the_others() -> None:
+    """Each of eight streams gets a token in every step that prefills a part of the longest prompt."""
+    async with gated(family("text").model, EngineConfig(max_num_batched_tokens=32)) as (engine, gate):
         streams = [engine.submit(text(seed), [], replace(GREEDY, max_tokens=100)) for seed in range(8)]
         firsts = [asyncio.create_task(anext(stream)) for stream in streams]
         await asyncio.sleep(0)
@@ -420,13 +427,13 @@ async def test_a_long_prompt_does_not_stop_the_others() -> None:
         await asyncio.gather(*firsts)
         long = asyncio.create_task(answer(engine, text(9, 480), [], replace(GREEDY, max_tokens=2)))
         await asyncio.sleep(0)
-        await gate.steps(1)  # it had begun
+        await gate.steps(1)  # the prefill has begun
         for stream in streams:
             await anext(stream)
         for _ in range(480 // 32):
             await gate.steps(1)
-            told = await asyncio.gather(*(anext(stream) for stream in streams))
-            assert [len(delta.token_ids) for delta in told] == [1] * 8
+            received = await asyncio.gather(*(anext(stream) for stream in streams))
+            assert [len(delta.token_ids) for delta in received] == [1] * 8
         gate.open()
         assert len(await long) == 2
         for stream in streams:
@@ -441,13 +448,16 @@ async def test_first_come_first_served() -> None:
             if seed not in begun:
                 begun.append(seed)
 
-    with running(family("text").model, Limits(max_running=1)) as engine:
+    with running(family("text").model, EngineConfig(max_num_seqs=1)) as engine:
         await asyncio.gather(*(one(seed) for seed in range(6)))
     assert begun == list(range(6))
 
 
-async def test_a_full_queue_says_so() -> None:
-    async with gated(family("text").model, Limits(max_running=1, max_waiting=2)) as (engine, gate):
+async def test_a_full_queue_rejects_requests() -> None:
+    async with gated(family("text").model, EngineConfig(max_num_seqs=1, max_waiting_requests=2)) as (
+        engine,
+        gate,
+    ):
         tasks = [asyncio.create_task(answer(engine, text(seed))) for seed in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="Try again later"):
@@ -458,23 +468,23 @@ async def test_a_full_queue_says_so() -> None:
 
 
 class HeldEncoder:
-    """Encodes when it may, and tells what it began, by digest."""
+    """Holds back the encoder, and records the digests of the items that it began."""
 
     def __init__(self, engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
         self.may, self._has_begun = threading.Semaphore(0), threading.Semaphore(0)
-        encode = engine._runner._encoded
+        encode = engine._runner._run_encoder
 
-        def held(prompt: Prompt, item: EngineItem) -> torch.Tensor:
+        def held(item: EngineItem) -> torch.Tensor:
             self.begun.append(item.features.digest)
             self._has_begun.release()
             self.may.acquire()
-            return encode(prompt, item)
+            return encode(item)
 
-        monkeypatch.setattr(engine._runner, "_encoded", held)
+        monkeypatch.setattr(engine._runner, "_run_encoder", held)
 
     async def begin(self) -> None:
-        """Returns when it has begun one more."""
+        """Returns when the encoder has begun one more item."""
         await asyncio.to_thread(self._has_begun.acquire)
 
 
@@ -488,14 +498,14 @@ async def test_texts_are_answered_while_an_item_is_encoded(monkeypatch: pytest.M
         assert not image.done()
         encoder.may.release(9)
         assert await image == expected
-        assert not any(embeds.requires_grad for embeds in engine._encoded._items.values())  # would keep all
+        assert not any(embeds.requires_grad for embeds in engine._encoder_cache.values())  # no graph
 
 
 async def test_what_need_not_be_encoded_does_not_wait_for_what_must(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = family("llava")
     known, sent, *others = (chosen.item(seed) for seed in range(6))
     ready = [[known], [encoded(chosen, sent)]]
-    with running(chosen.model, Limits(max_running=9)) as engine:
+    with running(chosen.model, EngineConfig(max_num_seqs=9)) as engine:
         expected = [await answer(engine, batched_families.prompt(0, items), items) for items in ready]
         encoder = HeldEncoder(engine, monkeypatch)
         slow = [
@@ -538,14 +548,14 @@ async def test_items_of_several_requests_take_turns(monkeypatch: pytest.MonkeyPa
         tasks = [asyncio.create_task(answer(engine, batched_families.prompt(0, many), many))]
         await encoder.begin()
         tasks.append(asyncio.create_task(answer(engine, batched_families.prompt(1, one), one)))
-        await answer(engine, text(0))  # both are in
+        await answer(engine, text(0))  # both requests have been added
         encoder.may.release(9)
         await asyncio.gather(*tasks)
     assert encoder.begun[1] == one[0].features.digest
     assert len(encoder.begun) == 4
 
 
-async def test_what_nobody_waits_for_any_more_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_item_of_a_cancelled_request_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = family("llava")
     items = [chosen.item(seed) for seed in range(2)]
     with running(chosen.model) as engine:
@@ -554,14 +564,14 @@ async def test_what_nobody_waits_for_any_more_is_not_encoded(monkeypatch: pytest
             asyncio.create_task(answer(engine, batched_families.prompt(0, [item]), [item])) for item in items
         )
         await encoder.begin()
-        await answer(engine, text(0))  # the second has its turn next
+        await answer(engine, text(0))  # the second item comes next
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         encoder.may.release(9)
         await first
         await answer(engine, text(0))
         assert encoder.begun == [items[0].features.digest]
-        # Asked for again, it is.
+        # A new request for it is served.
         assert await answer(engine, batched_families.prompt(0, items[1:]), items[1:])
         assert engine.stats().kv_tokens_used == 0
 
@@ -575,9 +585,9 @@ def spoilt(item: EngineItem, how: str) -> EngineItem:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("shape", "The model failed"), ("nan", "makes no numbers of this image")]
+    ("how", "words"), [("shape", "The model failed"), ("nan", "NaN or infinite embeddings for this image")]
 )
-async def test_an_item_that_breaks_breaks_its_request_alone(how: str, words: str) -> None:
+async def test_an_item_that_fails_fails_only_its_request(how: str, words: str) -> None:
     chosen = family("llava")
     bad = spoilt(chosen.item(0), how)
     with running(chosen.model) as engine:
@@ -594,10 +604,8 @@ async def test_an_item_that_breaks_breaks_its_request_alone(how: str, words: str
 
 
 @pytest.mark.parametrize("how", ["raises", "nan", "nan and left", "no memory"])
-async def test_a_request_that_breaks_in_a_batch_breaks_alone(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What no prompt can do to this model: one token makes it fail."""
+async def test_a_request_that_fails_in_a_batch_fails_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the model fail on one token id, since no prompt can make it fail."""
     chosen = family("text")
     embed = chosen.model.get_input_embeddings()
     good = [Prompt([20 + seed] * 10, []) for seed in range(6)]
@@ -605,7 +613,7 @@ async def test_a_request_that_breaks_in_a_batch_breaks_alone(
     poison = next(token for token in range(100, 180) if not any(token in answer for answer in expected))
 
     def poisoned(ids: torch.Tensor) -> torch.Tensor:
-        if how == "nan and left":  # in this very step
+        if how == "nan and left":  # in this step
             for sequence in engine._scheduler:
                 sequence.request.cancelled |= poison in sequence.token_ids
         elif how != "nan" and (ids == poison).any():
@@ -613,7 +621,7 @@ async def test_a_request_that_breaks_in_a_batch_breaks_alone(
         return torch.where((ids == poison)[..., None], torch.nan, embed(ids))
 
     async with gated(chosen.model) as (engine, gate):
-        monkeypatch.setattr(engine._runner, "_embed", poisoned)
+        monkeypatch.setattr(engine._runner, "_embed_tokens", poisoned)
         prompts = [*good[:3], Prompt([20] * 9 + [poison], []), *good[3:]]
         tasks = [asyncio.create_task(answer(engine, prompt)) for prompt in prompts]
         await asyncio.sleep(0)
@@ -623,14 +631,16 @@ async def test_a_request_that_breaks_in_a_batch_breaks_alone(
         assert isinstance(broken, ServingError)
         assert ("out of memory" in broken.message) == (how == "no memory")
         assert outcomes == expected
-        # What it left behind in the cache harms nobody.
+        # The blocks that it left in the cache do no harm.
         rest = await asyncio.gather(*(answer(engine, prompt) for prompt in good))
         assert rest == expected
         engine.check_health()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_dead_engine_fails_what_is_open_and_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_engine_fails_open_requests_and_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with gated(family("text").model) as (engine, gate):
         engine.check_health()
         tasks = [asyncio.create_task(answer(engine, text(seed))) for seed in range(3)]
@@ -651,7 +661,7 @@ def _die() -> None:
     raise SystemExit
 
 
-async def test_slow_readers_get_what_came_meanwhile_in_one_delta() -> None:
+async def test_slow_readers_get_the_missed_tokens_in_one_delta() -> None:
     async with gated(family("text").model) as (engine, gate):
         stream = engine.submit(text(1), [], GREEDY)
         first = asyncio.create_task(anext(stream))
@@ -664,7 +674,7 @@ async def test_slow_readers_get_what_came_meanwhile_in_one_delta() -> None:
         assert rest[-1].finish_reason == "length"
 
 
-async def test_the_first_delta_tells_times() -> None:
+async def test_the_first_delta_has_the_times() -> None:
     with running(family("text").model) as engine:
         first, *others = await deltas(engine, text(1), [], GREEDY)
     assert first.queue_ms > 0
@@ -676,7 +686,7 @@ def _tiny(cls: Any, config: Any) -> Any:
     return cls(config).eval()
 
 
-def test_what_is_not_served_in_batches() -> None:
+def test_models_that_are_not_batched() -> None:
     sizes = batched_families._LLAMA
     sliding = transformers.MistralConfig(**sizes, sliding_window=8)
     scaled = transformers.CohereConfig(**sizes, logit_scale=0.1)
@@ -684,28 +694,30 @@ def test_what_is_not_served_in_batches() -> None:
     for cls, config, words in [
         (transformers.MistralForCausalLM, sliding, "full attention"),
         (transformers.Gemma2ForCausalLM, gemma, "full attention"),
-        (transformers.CohereForCausalLM, scaled, "does not answer as the whole"),
+        (transformers.CohereForCausalLM, scaled, "gives other logits than its own forward"),
     ]:
-        assert words in (why_not(_tiny(cls, config)) or "")
+        assert words in (why_not_batched(_tiny(cls, config)) or "")
     vision = {"depth": 2, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
     deep = transformers.Qwen3VLConfig(
         text_config=sizes | batched_families._MROPE | {"head_dim": 16}, vision_config=vision
     )
-    assert "has not been tried" in (why_not(_tiny(transformers.Qwen3VLForConditionalGeneration, deep)) or "")
+    assert "has not been tested" in (
+        why_not_batched(_tiny(transformers.Qwen3VLForConditionalGeneration, deep)) or ""
+    )
 
 
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "min_new_tokens"])
-def test_a_checkpoint_that_asks_for_what_only_generate_does_is_served_by_it(name: str) -> None:
+def test_a_setting_that_only_generate_obeys_prevents_batching(name: str) -> None:
     model = copy.deepcopy(family("text").model)
     setattr(model.generation_config, name, 3)
-    assert why_not(model) == f"its generation config has {name}"
+    assert why_not_batched(model) == f"its generation config sets {name}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_served_in_batches(name: str) -> None:
-    assert why_not(named(name).model) is None
+def test_models_that_are_batched(name: str) -> None:
+    assert why_not_batched(named(name).model) is None
 
 
-@pytest.mark.parametrize("chosen", [f for f in WITH_MODELS if f.name in NOT_IN_BATCHES], ids=str)
-def test_families_that_are_served_one_by_one(chosen: tiny_families.Family) -> None:
-    assert why_not(tiny_model(chosen))
+@pytest.mark.parametrize("chosen", [f for f in WITH_MODELS if f.name in NOT_BATCHED], ids=str)
+def test_families_that_are_not_batched(chosen: tiny_families.Family) -> None:
+    assert why_not_batched(tiny_model(chosen))

@@ -1,4 +1,4 @@
-"""Embeddings that the model's own encoder made give, token for token, the answer that the media give."""
+"""Embeddings from the model's own encoder give the same answer, token for token, as the media."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def answer(
 async def loaded(
     folder: str, modality: Modality | None, values: torch.Tensor, form: EmbedsForm, **numbers: Any
 ) -> EngineItem:
-    """Through the stage, as the client's tensors go."""
+    """Passes a client's tensors through the stage."""
     sent = await in_pieces({embeds_name(modality): values, **numbers})
     source = EmbeddingSource(modality, sent, form, values.shape[1])
     features = await EmbeddingLoader(EmbeddingLoaderConfig()).load(source, timeout_s=30)
@@ -97,7 +97,7 @@ async def loaded(
 async def as_embeds(
     folder: str, model: Any, item: EngineItem, dtype: torch.dtype = torch.float32
 ) -> EngineItem:
-    """What a client sends that ran the encoder itself."""
+    """Returns what a client sends that runs the encoder itself."""
     modality = item.features.modality
     assert modality is not None
     with torch.inference_mode():
@@ -129,7 +129,7 @@ async def test_embeddings_answer_as_their_media(name: str, model: Any, engine: T
             assert seen.keys() == by_media.keys()
             for name, values in by_media.items():
                 torch.testing.assert_close(seen[name], values, rtol=0, atol=1e-4)
-    # The answer depends on what was embedded, and one request leaves nothing to the next.
+    # The answer depends on the embeddings, and a request leaves no state behind.
     other = [await as_embeds(folder, model, engine_item(folder, *image(9))), *embeds[1:]]
     assert await answer(engine, prompt, other) != expected
     assert await answer(engine, prompt, items) == expected
@@ -137,7 +137,10 @@ async def test_embeddings_answer_as_their_media(name: str, model: Any, engine: T
 
 @contextmanager
 def seen_by_language_model(model: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Embeddings and positions of each step: a random model's answers hardly depend on the latter."""
+    """Records the embeddings and positions of each step.
+
+    A random model's answers hardly depend on positions, so comparing answers is not enough.
+    """
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(_: object, args: object, kwargs: dict[str, Any]) -> None:
@@ -162,7 +165,7 @@ async def test_one_item_of_each_kind(alone: int) -> None:
 
 
 async def test_embedded_text_answers_as_the_text(name: str, model: Any, engine: TransformersEngine) -> None:
-    """Between media, which it must not disturb, and around it text is split as everywhere at its place."""
+    """Embedded text leaves the media next to it, and the splitting of the text around it, as they are."""
     folder = MODELS[name]()
     media, encoder = image(1), tokenizer(folder)
     item = engine_item(folder, *media)
@@ -192,13 +195,13 @@ def place_of(item: EngineItem, token_ids: list[int]) -> tuple[Modality | None, i
 
 
 def token_ids_without(item: EngineItem, token_ids: list[int]) -> list[int]:
-    """With one placeholder where the item's tokens are."""
+    """Returns the ids with one placeholder instead of the item's tokens."""
     _, start = place_of(item, token_ids)
     return token_ids[: start + 1] + token_ids[start + item.features.length :]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-async def test_embeddings_of_other_dtypes_are_taken(
+async def test_embeddings_of_other_dtypes_are_accepted(
     dtype: torch.dtype, name: str, model: Any, engine: TransformersEngine
 ) -> None:
     folder, (media, arrays) = MODELS[name](), image(1)
@@ -216,7 +219,7 @@ async def test_embeddings_of_other_dtypes_are_taken(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [np.finfo(np.float32).max, np.nan])
-async def test_no_number_breaks_anything(
+async def test_extreme_and_nan_embeddings_fail_at_most_their_request(
     temperature: float, value: float, name: str, model: Any, engine: TransformersEngine
 ) -> None:
     folder, (media, arrays) = MODELS[name](), image(1)
@@ -226,14 +229,14 @@ async def test_no_number_breaks_anything(
     sampling = SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True)
     spoilt = replace(item, arrays=item.arrays | {"image_embeds": filled})
     if np.isnan(value):
-        with pytest.raises(ServingError, match="made no numbers"):
+        with pytest.raises(ServingError, match="NaN or infinite logits"):
             await answer(engine, prompt, [spoilt], sampling)
     else:
         assert len(await answer(engine, prompt, [spoilt], sampling)) == 4
     assert len(await answer(engine, prompt, [item], sampling)) == 4
 
 
-def test_models_that_take_more_than_embeddings_say_so(model: Any) -> None:
+def test_models_that_need_more_than_embeddings_report_no_hidden_size(model: Any) -> None:
     assert hidden_size(model) == model.get_input_embeddings().embedding_dim
     deep = SimpleNamespace(config=Qwen3VLConfig())
     by_layer = SimpleNamespace(config=Gemma3nConfig())

@@ -1,4 +1,4 @@
-"""Tokens out of logits, row by row."""
+"""Drawing of tokens from logits, row by row."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_draws_follow_the_distribution() -> None:
         ({"min_p": 1.0}, {3}),
     ],
 )
-def test_what_is_cut_off_never_comes(fields: dict[str, Any], kept: set[int]) -> None:
+def test_tokens_that_are_cut_off_are_never_drawn(fields: dict[str, Any], kept: set[int]) -> None:
     assert set(drawn(LOGITS, **fields)) == kept
 
 
-def test_a_seed_is_one_answer_whatever_the_batch() -> None:
+def test_a_seed_gives_one_answer_in_any_batch() -> None:
     torch.manual_seed(0)
     logits = torch.randn(16, 500)
     alone = [sample(row[None].clone(), [state(seed=i, temperature=1.0)])[0] for i, row in enumerate(logits)]
@@ -73,7 +73,7 @@ def test_answers_to_one_request_differ() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, -(2**63)])
-def test_every_seed_of_the_api_is_one(seed: int) -> None:
+def test_every_seed_of_the_api_is_accepted(seed: int) -> None:
     first, second = (one([0.0] * 1000, state(seed=seed, temperature=1.0)) for _ in range(2))
     assert first == second
 
@@ -83,28 +83,28 @@ def test_unseeded_draws_differ() -> None:
 
 
 def test_penalties_and_bias() -> None:
-    told = state(presence_penalty=1.5)
-    told.add(3)
-    assert one(LOGITS, told) == 2
-    told = state(frequency_penalty=0.6)
-    told.add(3)
-    assert one(LOGITS, told) == 3
-    told.add(3)
-    assert one(LOGITS, told) == 2
+    sampler = state(presence_penalty=1.5)
+    sampler.add(3)
+    assert one(LOGITS, sampler) == 2
+    sampler = state(frequency_penalty=0.6)
+    sampler.add(3)
+    assert one(LOGITS, sampler) == 3
+    sampler.add(3)
+    assert one(LOGITS, sampler) == 2
     assert one(LOGITS, state(prompt=(3,), repetition_penalty=1.6)) == 2
     assert one([-1.0, -1.5], state(prompt=(0,), repetition_penalty=1.6)) == 1
     assert one(LOGITS, state(logit_bias={0: 3.5})) == 0
     assert one(LOGITS, state(logit_bias={3: -100.0})) == 2
 
 
-def test_no_end_before_min_tokens() -> None:
-    told = state(ends=(3, 2), min_tokens=1)
-    assert one(LOGITS, told) == 1
-    told.add(1)
-    assert one(LOGITS, told) == 3
+def test_no_end_token_before_min_tokens() -> None:
+    sampler = state(ends=(3, 2), min_tokens=1)
+    assert one(LOGITS, sampler) == 1
+    sampler.add(1)
+    assert one(LOGITS, sampler) == 3
 
 
-def test_logprobs_are_those_of_the_bare_logits() -> None:
+def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     rows = [state(top_logprobs=2, logit_bias={0: 9.0}), state(), state(top_logprobs=0)]
     first, second, third = sample(torch.tensor([LOGITS] * 3), rows)
     bare = torch.tensor(LOGITS).log_softmax(-1)
@@ -119,7 +119,7 @@ def test_logprobs_are_those_of_the_bare_logits() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_spoil_their_row_only(value: float, temperature: float) -> None:
+def test_nan_or_infinite_logits_affect_only_their_row(value: float, temperature: float) -> None:
     logits = torch.tensor([LOGITS] * 3)
     logits[1, 2] = value
     rows = [state(temperature=temperature, top_p=0.01, top_k=3, seed=0) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The engine against `model.generate` itself, and what becomes of requests that end early or break."""
+"""The plain engine against `model.generate`, and requests that end early or fail."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from deployments.engine.base import Engine, EngineItem
 from deployments.engine.batched_engine import BatchedEngine
+from deployments.engine.config import EngineConfig
 from deployments.engine.transformers_engine import TransformersEngine
 from deployments.errors import Overloaded, ServingError, StageUnavailable
 from deployments.processor.checkpoint import load_model
@@ -39,7 +40,7 @@ GREEDY = SamplingParams(max_tokens=24)
 
 
 class Gate:
-    """Lets a model take so many steps and no more."""
+    """Lets a model run a given number of steps."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.steps = 0
@@ -60,7 +61,7 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Qwen2.5-VL, which never ends an answer by itself."""
+    """A tiny Qwen2.5-VL, which never ends an answer by itself."""
     return load_model(qwen_vl(), "cpu", "auto")
 
 
@@ -95,7 +96,7 @@ async def answer(
 
 @pytest.mark.parametrize("name", MODELS)
 async def test_greedy_is_token_identical_with_generate(name: str) -> None:
-    """Request after request: nothing that one leaves in the model may reach the next."""
+    """Serves several requests in a row, since a request must leave no state in the model."""
     folder = MODELS[name]()
     model = load_model(folder, "cpu", "auto")
     requests = [
@@ -137,7 +138,7 @@ async def test_eos_ends_with_stop_and_is_not_in_the_answer(model: Any, engine: T
 
 async def test_the_context_bounds_the_answer(model: Any) -> None:
     prompt = text("Count.")
-    engine = TransformersEngine(model, max_model_len=len(prompt.token_ids) + 3)
+    engine = TransformersEngine(model, EngineConfig(max_model_len=len(prompt.token_ids) + 3))
     token_ids, reason = await answer(engine, prompt)
     assert (len(token_ids), reason) == (3, "length")
     engine.close()
@@ -192,7 +193,7 @@ async def test_closing_the_stream_stops_generation_within_a_token(
     assert gate.steps <= 3 + 1 + 5
 
 
-async def test_a_cancelled_request_that_waits_never_starts(engine: TransformersEngine, gate: Gate) -> None:
+async def test_a_cancelled_waiting_request_never_starts(engine: TransformersEngine, gate: Gate) -> None:
     running = asyncio.create_task(answer(engine, text("First."), SamplingParams(4)))
     waiting = asyncio.create_task(answer(engine, text("Second."), SamplingParams(400)))
     await asyncio.sleep(0)
@@ -218,7 +219,7 @@ async def test_first_come_first_served(engine: TransformersEngine, gate: Gate) -
     assert finished == [0, 1, 2, 3, 4]
 
 
-async def test_what_is_ready_goes_out_in_one_delta(engine: TransformersEngine, gate: Gate) -> None:
+async def test_pending_tokens_arrive_in_one_delta(engine: TransformersEngine, gate: Gate) -> None:
     deltas = engine.submit(text("Count."), [], SamplingParams(6))
     first = asyncio.create_task(anext(deltas))
     await asyncio.sleep(0)
@@ -226,34 +227,32 @@ async def test_what_is_ready_goes_out_in_one_delta(engine: TransformersEngine, g
     assert len((await first).token_ids) == 1
     gate.open(5)
     engine._inbox.put(None)  # the thread ends after this request
-    engine._thread.join()  # the loop, held here, cannot read meanwhile
+    engine._thread.join()  # this blocks the event loop, which cannot read meanwhile
     rest = [delta async for delta in deltas]
     assert [(len(delta.token_ids), delta.finish_reason) for delta in rest] == [(5, "length")]
 
 
 async def test_several_answers_with_logprobs(engine: TransformersEngine) -> None:
     asked = SamplingParams(max_tokens=5, temperature=1.0, seed=3, n=2, top_logprobs=1, repetition_penalty=1.2)
-    told = [delta async for delta in engine.submit(text("Dream."), [], asked)]
-    answers = [[t for delta in told if delta.index == index for t in delta.token_ids] for index in range(2)]
+    deltas = [delta async for delta in engine.submit(text("Dream."), [], asked)]
+    answers = [[t for delta in deltas if delta.index == index for t in delta.token_ids] for index in range(2)]
     assert [len(tokens) for tokens in answers] == [5, 5]
     assert answers[0] != answers[1]
-    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in told)
+    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
     assert (await answer(engine, text("Dream."), replace(asked, n=1)))[0] == answers[0]
 
 
-async def test_an_answer_that_needs_no_more_ends_within_a_token(
-    engine: TransformersEngine, gate: Gate
-) -> None:
+async def test_an_ended_answer_stops_within_a_token(engine: TransformersEngine, gate: Gate) -> None:
     ended: set[int] = set()
     stream = engine.submit(text("Dream."), [], SamplingParams(400, n=2), ended)
     gate.open(1)
     first = await anext(stream)
     ended.add(first.index)
     gate.open(1)
-    told = await anext(stream)
-    while not told.finish_reason:
-        told = await anext(stream)
-    assert (told.index, told.finish_reason) == (0, "stop")
+    delta = await anext(stream)
+    while not delta.finish_reason:
+        delta = await anext(stream)
+    assert (delta.index, delta.finish_reason) == (0, "stop")
     ended.add(1)
     gate.open(5)
     *_, last = [delta async for delta in stream]
@@ -261,16 +260,16 @@ async def test_an_answer_that_needs_no_more_ends_within_a_token(
     assert gate.steps <= 4
 
 
-async def test_both_engines_draw_alike(model: Any, engine: TransformersEngine) -> None:
+async def test_both_engines_draw_the_same_tokens(model: Any, engine: TransformersEngine) -> None:
     asked = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=3, presence_penalty=0.5)
     batched = BatchedEngine(model)
     assert await answer(batched, text("Dream."), asked) == await answer(engine, text("Dream."), asked)
     batched.close()
 
 
-async def test_a_full_queue_says_so(model: Any) -> None:
+async def test_a_full_queue_rejects_requests(model: Any) -> None:
     gate = Gate(model)
-    engine = TransformersEngine(model, max_open=2)
+    engine = TransformersEngine(model, EngineConfig(max_waiting_requests=1))
     tasks = [asyncio.create_task(answer(engine, text("Count."), SamplingParams(2))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
@@ -280,14 +279,14 @@ async def test_a_full_queue_says_so(model: Any) -> None:
     engine.close()
 
 
-async def test_the_first_delta_tells_times(engine: TransformersEngine) -> None:
+async def test_the_first_delta_has_the_times(engine: TransformersEngine) -> None:
     deltas: list[Delta] = [delta async for delta in engine.submit(text("Count."), [], GREEDY)]
     assert deltas[0].prefill_ms > 0
     assert deltas[0].queue_ms > 0
     assert all(delta.queue_ms == delta.prefill_ms == 0 for delta in deltas[1:])
 
 
-async def test_a_request_that_breaks_in_the_model_fails_alone(engine: TransformersEngine) -> None:
+async def test_a_request_that_fails_in_the_model_fails_alone(engine: TransformersEngine) -> None:
     media, arrays = image(1)
     prompt = tokenizer(qwen_vl()).encode(chat(media))
     good = engine_item(qwen_vl(), media, arrays)
@@ -306,7 +305,7 @@ async def test_a_request_that_breaks_in_the_model_fails_alone(engine: Transforme
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_dead_engine_fails_what_is_open_and_its_health(
+async def test_a_dead_engine_fails_open_requests_and_health(
     engine: TransformersEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.check_health()
@@ -330,7 +329,7 @@ def _die(_: object) -> None:
     raise SystemExit
 
 
-async def test_closing_the_engine_fails_what_is_open(model: Any) -> None:
+async def test_closing_the_engine_fails_open_requests(model: Any) -> None:
     gate = Gate(model)
     engine = TransformersEngine(model)
     tasks = [asyncio.create_task(answer(engine, text("First."), SamplingParams(400))) for _ in range(2)]
@@ -342,7 +341,7 @@ async def test_closing_the_engine_fails_what_is_open(model: Any) -> None:
     assert all(isinstance(result, StageUnavailable) for result in results)
 
 
-async def test_read_only_features_are_taken(engine: TransformersEngine) -> None:
+async def test_read_only_features_are_accepted(engine: TransformersEngine) -> None:
     media, arrays = image(1)
     item = engine_item(qwen_vl(), media, arrays)
     for array in item.arrays.values():
