@@ -1,6 +1,6 @@
-"""`args` of serve_config.yaml. Each stage owns its settings; here they are put together and checked.
+"""The `args` of serve_config.yaml. Each stage defines its settings; this module combines and checks them.
 
-Serve itself drops unknown keys without a word, so everything here refuses them by name.
+Serve itself ignores unknown keys silently, so the models here refuse them by name.
 """
 
 from __future__ import annotations
@@ -21,35 +21,80 @@ from deployments.stages.model import ModelConfig
 from deployments.stages.tokenizer import TokenizerConfig
 from deployments.types import Modality
 
-_STAGES = ("media_loader", "embedding_loader", "tokenizer", "mm_preprocessor", "engine")
-_OF_TEMPLATE = ("tokenizer", "mm_preprocessor")
-_OF_MODEL = ("tokenizer", "mm_preprocessor", "engine")  # stages that load the checkpoint
+_STAGES = ("tokenizer", "media_loader", "embedding_loader", "mm_preprocessor", "engine")
+_WITH_TEMPLATE = ("tokenizer", "mm_preprocessor")
+_WITH_MODEL = ("tokenizer", "mm_preprocessor", "engine")  # stages that load the checkpoint
+_SET_AT_TOP = ("model", "chat_template", "otlp_endpoint")
 
 
 class AppConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    model: str = "tiny-omni"  # shipped with the repo, or a folder, or a name on the Hugging Face hub
-    chat_template: str = ""  # a file with one to use instead of the checkpoint's
-    served_model_name: str = ""  # what clients call it; the last part of `model` where empty
-    timeout_s: float = Field(default=120.0, gt=0)  # a request's deadline
-    max_body_bytes: int = Field(default=256 * 2**20, gt=0)
-    max_inflight_body_bytes: int = Field(default=2**30, gt=0)  # of all requests, in each replica of Ingress
-    body_idle_timeout_s: float = Field(default=20.0, gt=0)
-    max_media_bytes: int = Field(default=512 * 2**20, gt=0)  # all items of a request, as sent or fetched
-    media_io_kwargs: MediaIOKwargs = Field(default_factory=MediaIOKwargs)  # where a request says nothing else
+    model: str = Field(
+        default="tiny-omni",
+        description="The checkpoint: `tiny-omni`, which ships with Headrace, a folder, or a name on the"
+        " Hugging Face hub.",
+    )
+    chat_template: str = Field(
+        default="", description="A file with a chat template that replaces the checkpoint's. Empty: not used."
+    )
+    served_model_name: str = Field(
+        default="", description="The name that clients use. Empty: the last part of `model`."
+    )
+    timeout_s: float = Field(default=120.0, gt=0, description="Deadline of a request, in seconds.")
+    max_body_bytes: int = Field(
+        default=256 * 2**20, gt=0, description="Largest request body, in bytes. A larger one gets a 413."
+    )
+    max_inflight_body_bytes: int = Field(
+        default=2**30,
+        gt=0,
+        description="Bytes of request bodies that one `Ingress` replica may hold at once. Beyond that a"
+        " request gets a 503.",
+    )
+    body_idle_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="Seconds without any new byte of a body after which its request gets a 408.",
+    )
+    max_media_bytes: int = Field(
+        default=512 * 2**20,
+        gt=0,
+        description="Bytes of all items of a request in total, as sent or fetched. More gets a 413.",
+    )
+    media_io_kwargs: MediaIOKwargs = Field(
+        default_factory=MediaIOKwargs,
+        description="Defaults for the `media_io_kwargs` of requests.",
+    )
     limit_mm_per_prompt: dict[Modality, NonNegativeInt] = Field(
-        default_factory=lambda: dict.fromkeys(Modality, 999)
-    )  # items of a request; a modality that is not named has no limit
-    enable_mm_embeds: bool = False  # whether image_embeds, audio_embeds and video_embeds are taken
-    enable_prompt_embeds: bool = False
-    enable_reset_mm_cache: bool = False  # whether POST /reset_mm_cache is there
-    page: bool = True  # the page at /
-    api_keys_file: str = Field(default="", validate_default=True)  # one a line; and see app/http/auth.py
+        default_factory=lambda: dict.fromkeys(Modality, 999),
+        description="Items of each modality that a request may have. They are counted before anything is"
+        " fetched. A modality that is not named has no limit.",
+    )
+    enable_mm_embeds: bool = Field(
+        default=False, description="Accept `image_embeds`, `audio_embeds` and `video_embeds` parts."
+    )
+    enable_prompt_embeds: bool = Field(default=False, description="Accept `prompt_embeds` parts.")
+    enable_reset_mm_cache: bool = Field(
+        default=False,
+        description="Offer `POST /reset_mm_cache`, which empties the caches of media and of processed items.",
+    )
+    page: bool = Field(default=True, description="Serve the page at `/`.")
+    api_keys_file: str = Field(
+        default="",
+        validate_default=True,
+        description="A file with one API key a line. Empty: no file. See [API keys](operations.md#api-keys).",
+    )
     cors_allow_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = Field(
-        default_factory=list
-    )  # pages of these origins may ask; *: all
-    otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # of a collector of traces
+        default_factory=list,
+        description="Origins whose pages may call the API from a browser: `https://chat.example.org`, or"
+        ' `"*"`.',
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        pattern=r"^(https?://\S+)?$",
+        description="Address of an OTLP/HTTP collector for [traces](operations.md#traces), such as"
+        " `http://localhost:4318`. Empty: no traces.",
+    )
 
     media_loader: MediaLoaderConfig = Field(default_factory=MediaLoaderConfig)
     embedding_loader: EmbeddingLoaderConfig = Field(default_factory=EmbeddingLoaderConfig)
@@ -59,42 +104,33 @@ class AppConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_model(cls, data: Any) -> Any:
-        """The stages that load the checkpoint all get the one `model`, those that write prompts the one
-        `chat_template`, and all the one `otlp_endpoint`.
-        """
+    def _share_top_level_settings(cls, data: Any) -> Any:
+        """Gives each stage the top-level settings that it needs: model, chat template, collector."""
         if not isinstance(data, dict):
             return data
-        model = data.get("model", cls.model_fields["model"].default)
-        if isinstance(model, str):
-            try:
-                resolve(model)
-            except FileNotFoundError as error:
-                raise ValueError(str(error)) from None
-            if Path(model).is_dir():
-                model = str(Path(model).resolve())  # replicas have a working directory of their own
-        stages = {stage: {**data.get(stage, {}), "model": model} for stage in _OF_MODEL}
+        stages = {stage: _section(data, stage) for stage in _STAGES}
+        model = _resolved_model(data.get("model", cls.model_fields["model"].default))
+        for stage in _WITH_MODEL:
+            stages[stage]["model"] = model
         template = data.get("chat_template")
         if isinstance(template, str) and template:
-            if not Path(template).expanduser().is_file():
-                raise ValueError(f"chat_template: there is no file {template!r}")
-            for stage in _OF_TEMPLATE:
-                stages[stage]["chat_template"] = str(Path(template).expanduser().resolve())
+            for stage in _WITH_TEMPLATE:
+                stages[stage]["chat_template"] = _resolved_file(template)
         if endpoint := data.get("otlp_endpoint"):
-            for stage in _STAGES:
-                stages[stage] = {**data.get(stage, {}), **stages.get(stage, {}), "otlp_endpoint": endpoint}
+            for section in stages.values():
+                section["otlp_endpoint"] = endpoint
         return {**data, **stages}
 
     @field_validator("api_keys_file")
     @classmethod
-    def _keys_can_be_read(cls, file: str) -> str:
-        key_digests(file)  # and those of the environment
+    def _check_keys(cls, file: str) -> str:
+        key_digests(file)  # also reads the keys in the environment
         return file
 
     @model_validator(mode="after")
-    def _is_meant(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.max_inflight_body_bytes < self.max_body_bytes:
-            raise ValueError("max_inflight_body_bytes must hold at least one body of max_body_bytes")
+            raise ValueError("max_inflight_body_bytes must be at least max_body_bytes")
         self.served_model_name = self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
         return self
 
@@ -117,3 +153,33 @@ class AppConfig(BaseModel):
             cors_allow_origins=self.cors_allow_origins,
             otlp_endpoint=self.otlp_endpoint,
         )
+
+
+def _section(data: dict[str, Any], stage: str) -> dict[str, Any]:
+    """Returns a copy of a stage's settings, without settings that only the top level may have."""
+    section = data.get(stage) or {}  # an empty section of the YAML is None
+    if not isinstance(section, dict):
+        raise ValueError(f"{stage} must be a mapping of settings")
+    for name in _SET_AT_TOP:
+        if name in section:
+            raise ValueError(f"{stage}.{name} cannot be set here; set {name} at the top level")
+    return dict(section)
+
+
+def _resolved_model(model: object) -> object:
+    """Checks that a bundled model or a folder is there, and makes a folder's path absolute."""
+    if not isinstance(model, str):
+        return model  # refused by its field
+    try:
+        resolve(model)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    # Replicas have another working directory.
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _resolved_file(template: str) -> str:
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ValueError(f"chat_template: there is no file {template!r}")
+    return str(path.resolve())

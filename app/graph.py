@@ -1,10 +1,8 @@
 """The whole graph: six deployments, each in processes of its own, bound in one place."""
 
 # No `from __future__ import annotations`: Serve reads the class that `args` must validate against.
-from typing import Any
-
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from app.config import AppConfig
@@ -15,27 +13,31 @@ from deployments.stages.mm_preprocessor import MMPreprocessor
 from deployments.stages.model import Model
 from deployments.stages.tokenizer import Tokenizer
 
+# Calls about the same content go to the same replica. A string, since routers live in other processes.
+_BY_CONTENT = RequestRouterConfig(request_router_class="deployments.runtime.affinity:AffinityRouter")
+
 
 def build(args: AppConfig) -> Application:
-    """`import_path: app.graph:build` in serve_config.yaml; replicas, CPUs and queues are set there."""
-    tokenizer = _stage(Tokenizer).bind(args.tokenizer)
-    media = _stage(MediaLoader, _BY_CONTENT).bind(args.media_loader)
-    embeddings = _stage(EmbeddingLoader).bind(args.embedding_loader)
-    preprocessor = _stage(MMPreprocessor, _BY_CONTENT).bind(args.mm_preprocessor, args.media_loader.decoder)
-    model = _stage(Model).bind(args.engine)
-    return _stage(Ingress).bind(args.api, tokenizer, media, embeddings, preprocessor, model)
+    """Builds the application. serve_config.yaml names it, and sets replicas, CPUs and queue lengths."""
+    return _deployment(Ingress).bind(
+        args.api,
+        Tokenizer=_deployment(Tokenizer).bind(args.tokenizer),
+        MediaLoader=_deployment(MediaLoader, _BY_CONTENT).bind(args.media_loader),
+        EmbeddingLoader=_deployment(EmbeddingLoader).bind(args.embedding_loader),
+        MMPreprocessor=_deployment(MMPreprocessor, _BY_CONTENT).bind(
+            args.mm_preprocessor, args.media_loader.decoder
+        ),
+        Model=_deployment(Model).bind(args.engine),
+    )
 
 
 DEPLOYMENTS = [
     cls.__name__ for cls in (Ingress, Tokenizer, MediaLoader, EmbeddingLoader, MMPreprocessor, Model)
 ]
 
-# A string: routers live in other processes.
-_BY_CONTENT = RequestRouterConfig(request_router_class="deployments.runtime.affinity:AffinityRouter")
 
-
-def _stage(cls: type, router: RequestRouterConfig | None = None) -> Any:
-    """Defaults that suit every stage; Serve's own of 5 requests at once would queue an item behind five."""
+def _deployment(cls: type, router: RequestRouterConfig | None = None) -> Deployment:
+    """Sets defaults that suit every stage. With Serve's own, 5 requests at once, items would queue."""
     return serve.deployment(
         cls,
         name=cls.__name__,

@@ -1,19 +1,19 @@
-"""The ingress deployment: handles to the stages → pipeline → ASGI app, all inside one Serve replica."""
+"""The ingress deployment: handles to the stages → fan-out → ASGI app, all inside one Serve replica."""
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from ray import serve
 from tokenizers import Tokenizer
 
-from app.fanout import Pipeline, Stages
+from app.fanout import FanOut
 from app.http.routes import create_app
 from app.http.settings import ApiSettings
-from app.readiness import missing_stages
+from app.observe import INGRESS, Traffic
+from app.ray_stages import Handle, connect
+from app.watch import Watch
 from deployments.runtime import tracing
 from deployments.runtime.logs import set_up_logs
 from deployments.runtime.memory import freeze_start_up, reuse_memory
@@ -22,38 +22,38 @@ from deployments.runtime.metrics import publish
 
 @serve.ingress()
 class Ingress:
-    """Not ready before every stage has answered, and so never ready where one fails to start."""
+    """Ready once every stage has answered, and so never if one of them fails to start."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        settings: ApiSettings,
-        tokenizer: Any,
-        media: Any,
-        embeddings: Any,
-        preprocessor: Any,
-        model: Any,
-    ) -> None:
-        text, inputs, limits, *_ = await asyncio.gather(
-            tokenizer.describe.remote(),
-            preprocessor.describe.remote(),
-            model.describe.remote(),
-            media.ready.remote(),
-            embeddings.ready.remote(),
-        )
+    async def __init__(self, settings: ApiSettings, **stages: Handle) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`stages`: handles by stage name."""
+        self._traffic = Traffic()
+        connected, clients = await connect(stages, self._traffic)
         set_up_logs()
-        tracing.start(settings.otlp_endpoint, "Ingress")
+        tracing.start(settings.otlp_endpoint, INGRESS)
         self._settings = settings
-        self._handles = (tokenizer, media, embeddings, preprocessor, model)
-        self._pipeline = Pipeline(
-            Stages(tokenizer, media, embeddings, preprocessor, model, text, inputs, limits)
-        )
-        self._pipeline.watch.start()
-        publish()
-        self._tokenizer = Tokenizer.from_str(text.tokenizer_json)
+        self._handles: Mapping[str, Handle] = stages
+        self._fan_out = FanOut(connected)
+        self._watch = Watch(clients, self._traffic)
+        self._watch.start()
+        publish(self._traffic.report)
+        self._tokenizer = Tokenizer.from_str(connected.tokenizer_spec.tokenizer_json)
         reuse_memory()
         freeze_start_up()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
-            self._pipeline, self._tokenizer, partial(missing_stages, self._handles), self._settings
+            self._fan_out, self._watch, self._traffic, self._tokenizer, self._not_ready, self._settings
         )
+
+    def _not_ready(self) -> str | None:
+        """Returns the reason why the server cannot serve, or None.
+
+        Looks at what Serve's controller has pushed to the handles' routers, so that nothing is called here:
+        `serve.status()` holds the interpreter for 25 ms each time.
+        """
+        missing = [name for name, handle in self._handles.items() if not _replicas(handle)]
+        return f"no running replica of {', '.join(missing)}" if missing else None
+
+
+def _replicas(handle: Handle) -> object:
+    return handle._router._asyncio_router.request_router.curr_replicas

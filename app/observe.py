@@ -1,159 +1,140 @@
-"""Records what the ingress sees of requests and calls as metrics (`deployments.runtime.metrics`)."""
+"""Records what the ingress sees of requests and calls: as plain counts, from which `app.watch` draws
+conclusions, and as metrics (`deployments.runtime.metrics`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from app.http import gate
+from app.stages import Timing
 from deployments.errors import ServingError
 from deployments.runtime.metrics import (
     BODY_BYTES,
+    CALL_BYTES_IN,
+    CALL_BYTES_OUT,
     CALL_CANCELLATIONS,
     CALL_ERRORS,
+    CALL_QUEUE,
+    CALL_SERVICE,
     CALLS_OPEN,
     FIRST_TOKEN,
     INTAKE_SECONDS,
     INTER_TOKEN,
     PREPARING,
-    REQUEST_SECONDS,
 )
 from deployments.types import Delta
 
 GENERATES = "/v1/chat/completions"
-ENDPOINTS = frozenset({GENERATES, f"{GENERATES}/render", "/tokenize", "/detokenize"})
+INGRESS = "Ingress"  # the name of the intake among the stages
 
-# Stages that prepare requests -> the steps that requests wait in there.
-STEPS = {
-    "Tokenizer": "tokenize",
-    "MediaLoader": "load",
-    "EmbeddingLoader": "embeddings",
-    "MMPreprocessor": "preprocess",
-}
-INTAKE = "intake"
+
+class Traffic:
+    """Counts of one ingress replica: what is open at this moment."""
+
+    def __init__(self) -> None:
+        self.open_calls: Counter[tuple[str, str]] = Counter()  # by stage and modality
+        self.preparing: Counter[str] = Counter()  # by stage: bodies and calls of requests that will generate
+        self.bodies_read = 0
+
+    def calls_to(self, stage: str) -> int:
+        return sum(count for (name, _), count in self.open_calls.items() if name == stage)
+
+    def report(self) -> None:
+        """Sets the gauges."""
+        for (stage, modality), count in list(self.open_calls.items()):
+            CALLS_OPEN.set(count, stage, modality)
+        for stage, count in list(self.preparing.items()):
+            PREPARING.set(count, stage)
 
 
 @dataclass(slots=True)
-class _Seen:
-    """One request."""
+class CurrentRequest:
+    """The request that is being answered."""
 
+    traffic: Traffic
     endpoint: str
     started: float
-    status: int | None = None  # of the answer, or of the error that a stream ended with
+    status: int | None = None  # of the answer, or of the error that ended its stream
     complete: bool = False
 
     @property
     def outcome(self) -> str:
         return str(self.status) if self.complete else "cancelled"
 
+    @property
+    def generates(self) -> bool:
+        return self.endpoint == GENERATES
 
-_SEEN: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 
-
-class RequestTimes:
-    """ASGI middleware: how long each request took, and how it ended.
-
-    An answer that does not tell where its time went, e.g. an error, has the whole of it in `Server-Timing`.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else None
-        if path not in ENDPOINTS:
-            await self._app(scope, receive, send)
-            return
-        seen = _Seen(path, gate.arrival(scope) or time.perf_counter())
-        _SEEN.set(seen)
-
-        async def send_seen(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                total_ms = (time.perf_counter() - seen.started) * 1000
-                message.setdefault("headers", [])
-                MutableHeaders(scope=message).setdefault("Server-Timing", f"total;dur={total_ms:.1f}")
-            await send(message)
-            if message["type"] == "http.response.start":
-                seen.status = message["status"]
-            elif not message.get("more_body", False):
-                seen.complete = True
-
-        try:
-            await self._app(scope, receive, send_seen)
-        except Exception:  # it becomes an answer further out
-            seen.status, seen.complete = ServingError.status, True
-            raise
-        finally:
-            REQUEST_SECONDS.observe(time.perf_counter() - seen.started, seen.endpoint, seen.outcome)
+CURRENT_REQUEST: ContextVar[CurrentRequest | None] = ContextVar("request", default=None)
 
 
 def stream_failed(status: int) -> None:
-    """The request's stream ends with an error, although it began well."""
-    if seen := _SEEN.get():
-        seen.status = status
+    """Records that a stream that began with 200 ended with an error."""
+    if request := CURRENT_REQUEST.get():
+        request.status = status
 
 
 @contextmanager
 def intake() -> Iterator[None]:
-    """A body is being read."""
-    start = time.perf_counter()
-    seen = _SEEN.get()
-    with step(INTAKE):
+    """Records the reading of a body."""
+    request = CURRENT_REQUEST.get()
+    if request is None:
         yield
-    if seen:
-        INTAKE_SECONDS.observe(time.perf_counter() - start, seen.endpoint)
+        return
+    start = time.perf_counter()
+    preparing = request.traffic.preparing
+    preparing[INGRESS] += request.generates
+    try:
+        yield
+    finally:
+        preparing[INGRESS] -= request.generates
+    request.traffic.bodies_read += 1
+    INTAKE_SECONDS.observe(time.perf_counter() - start, request.endpoint)
 
 
 def body(num_bytes: int) -> None:
-    if seen := _SEEN.get():
-        BODY_BYTES.add(num_bytes, seen.endpoint)
+    if request := CURRENT_REQUEST.get():
+        BODY_BYTES.add(num_bytes, request.endpoint)
 
 
-class step:  # a context manager; contextlib's cost several times as much
-    """A request waits in a step of its preparation. It counts only if it goes on to the model."""
+class ObservedCall:
+    """Records one call of a stage. A context manager; `contextlib`'s would cost several times as much.
 
-    __slots__ = ("_counts", "_name")
+    `timing` and the bytes are set while the call is open, and recorded when it ends.
+    """
 
-    def __init__(self, name: str) -> None:
-        seen = _SEEN.get()
-        self._name = name
-        self._counts = seen is not None and seen.endpoint == GENERATES
+    __slots__ = ("_modality", "_prepares", "_stage", "_traffic", "bytes_in", "bytes_out", "timing")
 
-    def __enter__(self) -> None:
-        if self._counts:
-            PREPARING.add(1, self._name)
+    def __init__(self, traffic: Traffic, stage: str, modality: str) -> None:
+        self._traffic, self._stage, self._modality = traffic, stage, modality
+        request = CURRENT_REQUEST.get()
+        self._prepares = request is not None and request.generates and stage != "Model"
+        self.timing: Timing | None = None
+        self.bytes_in = self.bytes_out = 0  # media and embeddings in, arrays out
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._counts:
-            PREPARING.add(-1, self._name)
-
-
-class calling:
-    """A call to a stage is open, of a request's item or text."""
-
-    __slots__ = ("_modality", "_stage", "_step")
-
-    def __init__(self, stage: str, modality: str) -> None:
-        self._stage, self._modality = stage, modality
-        self._step = step(STEPS[stage]) if stage in STEPS else None
-
-    def __enter__(self) -> None:
-        CALLS_OPEN.add(1, self._stage, self._modality)
-        if self._step:
-            self._step.__enter__()
+    def __enter__(self) -> ObservedCall:
+        self._traffic.open_calls[self._stage, self._modality] += 1
+        self._traffic.preparing[self._stage] += self._prepares
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        CALLS_OPEN.add(-1, self._stage, self._modality)
-        if self._step:
-            self._step.__exit__(kind, error, traceback)
+        self._traffic.open_calls[self._stage, self._modality] -= 1
+        self._traffic.preparing[self._stage] -= self._prepares
+        if self.timing:
+            CALL_QUEUE.observe(self.timing.queue / 1000, self._stage, self._modality)
+            service_s = (self.timing.fetch + self.timing.service) / 1000
+            CALL_SERVICE.observe(service_s, self._stage, self._modality)
+        if self.bytes_in or self.bytes_out:
+            CALL_BYTES_IN.add(self.bytes_in, self._stage, self._modality)
+            CALL_BYTES_OUT.add(self.bytes_out, self._stage, self._modality)
         if isinstance(error, asyncio.CancelledError):
             CALL_CANCELLATIONS.add(1, self._stage, self._modality)
         elif isinstance(error, ServingError):
@@ -161,16 +142,16 @@ class calling:
 
 
 class TokenTimes:
-    """Of one request's answers."""
+    """Records the times between the tokens of one request's answers."""
 
     def __init__(self) -> None:
-        self._last: dict[int, float] = {}  # answer -> when its last token came
+        self._last: dict[int, float] = {}  # by answer: when its last token came
 
-    def saw(self, delta: Delta) -> None:
+    def observe(self, delta: Delta) -> None:
         now = time.perf_counter()
-        seen = _SEEN.get()
-        if not self._last and seen:
-            FIRST_TOKEN.observe(now - seen.started)
+        request = CURRENT_REQUEST.get()
+        if not self._last and request:
+            FIRST_TOKEN.observe(now - request.started)
         before = self._last.get(delta.index)
         count = len(delta.token_ids)
         if before is not None and count:

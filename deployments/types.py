@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy.typing as npt
+
+T = TypeVar("T")
 
 
 class Modality(StrEnum):
@@ -46,8 +49,16 @@ class MediaSource:
     url: str = ""  # kind "url": http(s):// or file://
     header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
     payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
-    sample: str = ""  # kind "data": a digest of a part of it, for the routers
-    param: str = ""  # the item's place in the request, for the log
+    sample: str = ""  # kind "data": a digest of a part of it, as an affinity key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data in the request, still encoded."""
+        return sum(payload.nbytes for payload in self.payloads)
+
+    def release(self) -> None:
+        """Drops the data, see `deployments.runtime.memory`."""
+        self.payloads.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +105,10 @@ class Media:
     info: dict[str, Any] = field(default_factory=dict)  # what `render` shows as "media"
     num_bytes: int = 0  # encoded size as fetched or sent
     mime: str = ""  # by content, e.g. "image/png"
-    service_ms: float = 0.0
-    fetch_ms: float = 0.0  # besides: waiting for its host
     video_metadata: VideoMetadata | None = None
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.media.previews
     cached: bool = False
     uuid: MediaUUID | None = None  # by which it may be asked for again
-    param: str = ""  # the item's place in the request, for the log
 
     @property
     def nbytes(self) -> int:
@@ -138,11 +146,21 @@ class EmbeddingSource:
     sent: dict[str, list[Payload] | npt.NDArray[Any]]
     form: EmbedsForm
     hidden_size: int  # the model's
-    param: str = ""  # the item's place in the request, for the log
 
     @property
     def name(self) -> str:
         return embeds_name(self.modality)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the base64 in the request."""
+        return sum(
+            payload.nbytes for sent in self.sent.values() if isinstance(sent, list) for payload in sent
+        )
+
+    def release(self) -> None:
+        """Drops the data, see `deployments.runtime.memory`."""
+        self.sent.clear()
 
 
 def embeds_name(modality: Modality | None) -> str:
@@ -166,7 +184,6 @@ class MMFeatures:
     replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
     payload: Payload | None  # None: left out of a message for which it is too large
     shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name), as the processor's
-    service_ms: float = 0.0
     cached: bool = False
     affixes: Affixes = ("", "")
     family: str = ""  # class of the processor: how features of several items join
@@ -192,18 +209,6 @@ class MMItem:
     media: Media  # without its arrays
     features: MMFeatures
 
-    @property
-    def service_ms(self) -> float:
-        return self.media.service_ms + self.features.service_ms
-
-
-@dataclass(frozen=True, slots=True)
-class MMBatch:
-    """Items that were processed in one call, in their order."""
-
-    features: list[MMFeatures]
-    service_ms: float
-
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -214,6 +219,7 @@ class Chat:
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
+    num_text_bytes: int = 0  # UTF-8 bytes of all texts and names
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +228,12 @@ class Prompt:
 
     token_ids: list[int]
     placeholders: list[tuple[Modality | None, int]]  # in item order: its modality, and its index in token_ids
-    service_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
     tokens: list[str] = field(default_factory=list)  # each as the vocabulary has it, where they are wanted
-    service_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +282,28 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
-    """What a replica is at in one step of a request's path, and what it has done since it started."""
+class CallHeader:
+    """What travels with every call of a stage, beside the arguments."""
 
-    name: str  # of the step: fetch, decode, ...
+    timeout_s: float | None = None  # time left until the request's deadline; None: no limit
+    param: str = ""  # the item's place in the request: "messages[0].content[1]"
+    trace: Mapping[str, str] | None = None  # the caller's W3C trace context; None: tracing is off
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    """What a stage sends back for a call: the value, and how long the stage worked on it."""
+
+    value: T
+    service_ms: float  # at work in the stage's threads
+    fetch_ms: float = 0.0  # in addition: waiting for the media host
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """A snapshot of one replica: its queue, and what it has done since it started."""
+
+    name: str  # of the stage, or of a part of it: "MediaLoader.fetch"
     queued: int  # items, or answers of the model, that wait
     in_flight: int  # that are worked on
     done: int

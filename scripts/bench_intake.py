@@ -55,11 +55,13 @@ import app.http.body_reader
 import app.ingress
 from app.config import AppConfig
 from app.http import gate, middleware
+from app.http.settings import ApiSettings
 from app.intake.scanner import Body
+from app.ray_stages import Handle
 from deployments.errors import PromptTooLong
 from deployments.media.base64_stream import decode
 from deployments.runtime.payload import unpack_pieces
-from deployments.types import EmbeddingSource
+from deployments.types import CallHeader, EmbeddingSource
 from tests.support.cluster import ServeConfig
 
 ROOT = Path(__file__).parent.parent
@@ -121,11 +123,11 @@ class _WatchOwnLoop:
 
 
 class Ingress(app.ingress.Ingress):
-    async def __init__(self, settings: Any, tokenizer: Any, media: Any, embeddings: Any, *rest: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: ApiSettings, **stages: Handle) -> None:  # type: ignore[misc]
         if os.environ[VARIANT] == "plain":
             _be_plain()
-            embeddings = _InProcess(embeddings)
-        await super().__init__(settings, tokenizer, media, embeddings, *rest)
+            stages["EmbeddingLoader"] = _InProcess(stages["EmbeddingLoader"])
+        await super().__init__(settings, **stages)
         _loops.append(Gaps())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -180,7 +182,10 @@ class _InProcess:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
 
-    def _remote(self, source: EmbeddingSource, timeout_s: float) -> asyncio.Task[None]:
+    def options(self, **_: object) -> _InProcess:
+        return self
+
+    def _remote(self, header: CallHeader, source: EmbeddingSource) -> asyncio.Task[None]:
         return asyncio.create_task(self._load(source))
 
     async def _load(self, source: EmbeddingSource) -> None:

@@ -21,8 +21,10 @@ import httpx
 import ray
 from starlette.types import Receive, Scope, Send
 
-from app import calls, observe
+from app import observe
 from app.config import AppConfig
+from app.http import request_times
+from app.stages import Timing
 from deployments.runtime import metrics
 from deployments.types import Delta
 from scripts.bench_latency import image_request, text_request
@@ -78,7 +80,7 @@ def off() -> Iterator[None]:
 
     def nothing(*_: object, **__: object) -> None: ...
 
-    async def passes(self: observe.RequestTimes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def passes(self: request_times.RequestTimes, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
     with contextlib.ExitStack() as stack:
@@ -87,27 +89,30 @@ def off() -> Iterator[None]:
             (metrics.Gauge, "add"),
             (metrics.Gauge, "set"),
             (metrics.Histogram, "observe"),
-            (observe.TokenTimes, "saw"),
+            (observe.TokenTimes, "observe"),
         ):
             stack.enter_context(mock.patch.object(cls, method, nothing))
-        stack.enter_context(mock.patch.object(observe.RequestTimes, "__call__", passes))
-        stack.enter_context(mock.patch.object(calls, "calling", return_value=contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(request_times.RequestTimes, "__call__", passes))
+        unobserved = {"__enter__": lambda call: call, "__exit__": lambda *_: None}
+        for method in unobserved:
+            stack.enter_context(mock.patch.object(observe.ObservedCall, method, unobserved[method]))
         yield
 
 
 def recording() -> None:
     """Measures only the recording of a text request: the engine's CPU time varies by more than that."""
 
+    traffic = observe.Traffic()
+
     def request() -> None:
         with observe.intake():
             observe.body(1000)
         for stage in ("Tokenizer", "Model"):
-            with observe.calling(stage, "text"):
-                metrics.CALL_QUEUE.observe(0.01, stage, "text")
-                metrics.CALL_SERVICE.observe(0.01, stage, "text")
+            with observe.ObservedCall(traffic, stage, "text") as call:
+                call.timing = Timing(0, 10, 10)
         times = observe.TokenTimes()
         for _ in range(32):
-            times.saw(Delta([1]))
+            times.observe(Delta([1]))
 
     def seconds(n: int = 1000) -> float:
         start = time.process_time()
@@ -115,7 +120,8 @@ def recording() -> None:
             request()
         return (time.process_time() - start) / n
 
-    observe._SEEN.set(observe._Seen(observe.GENERATES, time.perf_counter()))
+    request_record = observe.CurrentRequest(traffic, observe.GENERATES, time.perf_counter())
+    observe.CURRENT_REQUEST.set(request_record)
     microseconds = 1e6 * min(seconds() for _ in range(10))
     print(f"recording a text request of 32 tokens: {microseconds:.0f} us of CPU")
 

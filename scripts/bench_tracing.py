@@ -29,6 +29,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from deployments.runtime import tracing
+from deployments.types import CallHeader
 from scripts.bench_latency import Body, image_request, text_request
 from tests.support.cluster import ServeConfig, Server, free_ports, read
 from tests.support.collector import Collector, listening
@@ -145,10 +146,16 @@ def hooks_us() -> float:
             pass
 
     def call() -> None:
-        with tracing.calling("MediaLoader") as context:
-            dict(**context)
+        with tracing.calling("MediaLoader") as trace:
+            CallHeader(1.0, "", trace)
 
-    served, traced, plain = tracing.served(nothing), tracing.traced("decode")(int), int
+    traced, plain = tracing.traced("decode")(int), int
+    with tracing.calling("MediaLoader") as carrier:
+        pass
+
+    async def served() -> None:
+        with tracing.serving("MediaLoader", carrier) as set_sizes:
+            set_sizes(None)
 
     async def awaited(what: Callable[[], Awaitable[object]]) -> float:
         start = time.perf_counter()

@@ -31,12 +31,12 @@ the token ids, that are the same in every bit.
 """
 
 TAIL = """
-* **Separately**: each item is processed in a call of its own, on any replica.
-* **Jointly**: all items of this modality in a request are processed in one call, because the processor's
+- **Separately**: each item is processed in a call of its own, on any replica.
+- **Jointly**: all items of this modality in a request are processed in one call, because the processor's
   result for one depends on the others. LLaVA-OneVision cuts an image into tiles only if it is alone. Gemma 3n
   and Phi-4-multimodal pad sounds to the longest before they compute the spectrum, which changes the ends of
   the shorter ones. Phi-4-multimodal also makes a mask only for several sounds.
-* **Affixes**: the processor puts plain text around such an item (line breaks, times, "Frame1: "). That text
+- **Affixes**: the processor puts plain text around such an item (line breaks, times, "Frame1: "). That text
   may merge with the text next to it, so the prompt is encoded once more when the items are ready.
 
 ## Other families
@@ -57,7 +57,7 @@ SmolVLM's processor needs the package `num2words`.
 
 
 def document() -> str:
-    rows = ["| family | processor | takes | equal | how |", "|---|---|---|---|---|"]
+    rows = ["| family | processor | takes | equal | how |", "| -- | -- | -- | -- | -- |"]
     rows += [_row(family) for family in _families()]
     return HEAD + "\n".join(rows) + "\n" + TAIL
 

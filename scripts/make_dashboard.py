@@ -71,19 +71,21 @@ def rows() -> list[Row]:
                 Panel(
                     "Starvation",
                     "percentunit",
-                    {"{{step}}": rate(m.STARVATION, "step")},
+                    {"{{stage}}": rate(m.STARVATION, "stage")},
                     stacked=True,
-                    help="Share of the time in which the engine had room while requests waited in this step.",
+                    help="Share of time in which the engine had room while requests waited in this stage.",
                 ),
                 Panel(
-                    "What requests wait for before the model", "none", {"{{step}}": now(m.PREPARING, "step")}
+                    "What requests wait for before the model",
+                    "none",
+                    {"{{stage}}": now(m.PREPARING, "stage")},
                 ),
                 Panel(
                     "The engine's answers",
                     "none",
                     {
-                        "running": now(m.IN_FLIGHT, where='{step="model"}'),
-                        "waiting": now(m.QUEUED, where='{step="model"}'),
+                        "running": now(m.IN_FLIGHT, where='{stage="Model"}'),
+                        "waiting": now(m.QUEUED, where='{stage="Model"}'),
                         "capacity": now(m.ENGINE_CAPACITY),
                     },
                 ),
@@ -106,7 +108,7 @@ def rows() -> list[Row]:
                 Panel("Worst lag of the event loop", "s", {"{{replica}}": now(m.LOOP_LAG, "replica")}),
             ],
         ),
-        *(_stage(stage, steps) for stage, steps in _STEPS.items()),
+        *map(_stage, _STAGES),
         Row(
             "Failures",
             [
@@ -171,7 +173,7 @@ def rows() -> list[Row]:
 
 
 _COUNT = {"part": "_bucket", "where": '{le="+Inf"}'}  # of a histogram: its observations
-_MODEL, _ENCODER = '{step="model"}', '{cache="encoder"}'
+_MODEL, _ENCODER = '{stage="Model"}', '{cache="encoder"}'
 _COMPUTED = " ".join(
     [
         rate(m.ENGINE_PROMPT_TOKENS),
@@ -181,26 +183,20 @@ _COMPUTED = " ".join(
         rate(m.ENGINE_TOKENS),
     ]
 )
-_STEPS = {
-    "Tokenizer": ["tokenize"],
-    "MediaLoader": ["fetch", "decode"],
-    "EmbeddingLoader": ["embeddings"],
-    "MMPreprocessor": ["preprocess"],
-    "Model": ["model"],
-}
+_STAGES = ("Tokenizer", "MediaLoader", "EmbeddingLoader", "MMPreprocessor", "Model")
 _HAS_BYTES = ("MediaLoader", "EmbeddingLoader", "MMPreprocessor")
 
 
-def _stage(stage: str, steps: list[str]) -> Row:
+def _stage(stage: str) -> Row:
     of_stage, of_all = f'{{stage="{stage}"}}', f'{{stage="{stage}", le="+Inf"}}'
-    of_steps = f'{{step=~"{"|".join(steps)}"}}'
+    of_parts = f'{{stage=~"{stage}(.fetch|.decode)?"}}'  # MediaLoader has two parts
     panels = [
         Panel(
-            "Waiting, and at work",
+            "Queued and in flight",
             "none",
             {
-                "{{step}} waiting": now(m.QUEUED, "step", where=of_steps),
-                "{{step}} at work": now(m.IN_FLIGHT, "step", where=of_steps),
+                "{{stage}} queued": now(m.QUEUED, "stage", where=of_parts),
+                "{{stage}} in flight": now(m.IN_FLIGHT, "stage", where=of_parts),
             },
         ),
         Panel("Open calls", "none", {"{{modality}}": now(m.CALLS_OPEN, "modality", where=of_stage)}),

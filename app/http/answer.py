@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from app import observe
-from app.fanout import Pipeline
+from app.fanout import FanOut
 from app.http.background import BackgroundWork
 from app.http.timings import Timings
 from app.openai.detokenize import TextStream, logprob_entries
@@ -24,7 +24,7 @@ class Answer:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        fan_out: FanOut,
         timings: Timings,
         request: ChatRequest,
         tokenizer: Tokenizer,
@@ -32,9 +32,9 @@ class Answer:
         background: BackgroundWork,
     ) -> None:
         prepared = timings.prepared
-        room = pipeline.limits.max_model_len - len(prepared.token_ids)
-        self._sampling = sampling_params(request, room, pipeline.limits)
-        self._pipeline = pipeline
+        room = fan_out.limits.max_model_len - len(prepared.token_ids)
+        self._sampling = sampling_params(request, room, fan_out.limits)
+        self._fan_out = fan_out
         self._timings = timings
         self._request = request
         self._tokenizer = tokenizer
@@ -92,12 +92,12 @@ class Answer:
     async def _pieces(self) -> AsyncGenerator[_Piece]:
         """Text as it becomes certain. The last piece of each choice has its finish reason."""
         unfinished, key = self._unfinished, self._writer.id
-        stream = self._pipeline.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
+        stream = self._fan_out.generate(self._timings.prepared, self._sampling, key, self._timings.clock)
         times = observe.TokenTimes()
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 self._timings.record(delta)
-                times.saw(delta)
+                times.observe(delta)
                 self._usage.cached_tokens = max(self._usage.cached_tokens, delta.cached_tokens)
                 if delta.index not in unfinished:
                     continue  # tokens after a stop string, while other choices go on
@@ -110,7 +110,7 @@ class Answer:
                 if piece.finish_reason and not delta.finish_reason:
                     # Detached, since other choices must not wait for it, and not cancelled with the request,
                     # since Serve leaves an unread exception behind when a broadcast is cancelled.
-                    self._background.start(self._pipeline.end(key, piece.index))
+                    self._background.start(self._fan_out.end(key, piece.index))
 
     def _piece(self, delta: Delta) -> _Piece:
         stream = self._texts[delta.index]

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from app import observe
-from app.calls import Deadline
 from app.http import gate
 from app.http.settings import ApiSettings
 from app.intake.body import InFlight, read_body
 from app.intake.long_string import LongString
 from app.intake.precedence import Precedence
 from app.intake.scanner import Body
+from app.stages import Deadline
 from deployments.errors import InvalidRequest, RequestTooLarge, ServingError, UnsupportedEncoding
 from deployments.runtime import tracing
 from deployments.runtime.memory import release_on_error
@@ -38,7 +38,7 @@ class BodyReader:
     @asynccontextmanager
     async def open(self, http: Request) -> AsyncIterator[ParsedBody]:
         """Reads and parses the body. It counts as in flight until the block ends, and is released then."""
-        tracing.tell(request_id=http.headers.get("x-request-id", ""))
+        tracing.set_attributes(request_id=http.headers.get("x-request-id", ""))
         deadline = Deadline(self._settings.timeout_s, gate.arrival(http.scope))
         with self._in_flight.share() as hold, release_on_error():
             parsed = await self._parsed(http, hold, deadline)
@@ -50,7 +50,7 @@ class BodyReader:
     async def _parsed(self, http: Request, hold: Callable[[int], None], deadline: Deadline) -> ParsedBody:
         with tracing.span("intake"), observe.intake():
             body = await self._read(http, hold, deadline)
-            tracing.tell(num_bytes=body.num_bytes)
+            tracing.set_attributes(num_bytes=body.num_bytes)
             document = body.parse()
         observe.body(body.num_bytes)
         return ParsedBody(document, body.strings, deadline, deadline.ms())

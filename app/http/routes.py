@@ -13,18 +13,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer
 
-from app import __version__, observe
-from app.fanout import Pipeline, Prepared
+from app import __version__
+from app.fanout import FanOut, Prepared
 from app.http.answer import Answer
 from app.http.auth import protect
 from app.http.background import BackgroundWork
 from app.http.body_reader import BodyReader, ParsedBody, is_unread
 from app.http.page import add_page
 from app.http.render import rendered
+from app.http.request_times import RequestTimes
 from app.http.responses import INTERNAL_ERROR, Json, error_response
 from app.http.settings import ApiSettings
 from app.http.sse import event_stream
 from app.http.timings import Timings, server_timing
+from app.observe import Traffic
 from app.openai.errors import envelope
 from app.openai.parse_chat import media_options, parse_chat, to_text
 from app.openai.requests import ChatRequest, DetokenizeRequest, TokenizeRequest, parse_chat_request
@@ -38,12 +40,19 @@ logger = logging.getLogger("ray.serve")
 Unready = Callable[[], str | None]  # why the server cannot serve, or None
 
 
-def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, settings: ApiSettings) -> FastAPI:
+def create_app(
+    fan_out: FanOut,
+    watch: Watch,
+    traffic: Traffic,
+    tokenizer: Tokenizer,
+    unready: Unready,
+    settings: ApiSettings,
+) -> FastAPI:
     app = FastAPI(title="Headrace", openapi_url=None, redirect_slashes=False, telemetry=_telemetry())
-    bodies = BodyReader(settings, pipeline.precedence)
-    chat = ChatRoutes(pipeline, tokenizer, bodies, settings)
-    tokens = TokenRoutes(pipeline, chat, bodies, settings)
-    server = ServerRoutes(pipeline, pipeline.watch, unready, settings)
+    bodies = BodyReader(settings, fan_out.precedence)
+    chat = ChatRoutes(fan_out, tokenizer, bodies, settings)
+    tokens = TokenRoutes(fan_out, chat, bodies, settings)
+    server = ServerRoutes(fan_out, watch, unready, settings)
 
     app.post("/v1/chat/completions")(chat.completions)
     app.post("/v1/chat/completions/render")(chat.render)
@@ -62,26 +71,26 @@ def create_app(pipeline: Pipeline, tokenizer: Tokenizer, unready: Unready, setti
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(ClientDisconnect)(_client_left)
     app.exception_handler(Exception)(_bug)
-    app.add_middleware(observe.RequestTimes)
+    app.add_middleware(RequestTimes, traffic=traffic)
     protect(app, settings.api_keys, settings.cors_allow_origins)
     return app
 
 
 class ChatRoutes:
     def __init__(
-        self, pipeline: Pipeline, tokenizer: Tokenizer, bodies: BodyReader, settings: ApiSettings
+        self, fan_out: FanOut, tokenizer: Tokenizer, bodies: BodyReader, settings: ApiSettings
     ) -> None:
-        self._pipeline = pipeline
+        self._fan_out = fan_out
         self._tokenizer = tokenizer
         self._bodies = bodies
         self._settings = settings
-        self._media_defaults = media_options(settings.media_io_kwargs, pipeline.media_options)
+        self._media_defaults = media_options(settings.media_io_kwargs, fan_out.media_options)
         self._background = BackgroundWork()
 
     async def completions(self, http: Request) -> Response:
         request, timings = await self._prepared(http)
         answer = Answer(
-            self._pipeline, timings, request, self._tokenizer, self._settings.model_name, self._background
+            self._fan_out, timings, request, self._tokenizer, self._settings.model_name, self._background
         )
         if not request.stream:
             whole = await answer.whole()
@@ -108,15 +117,13 @@ class ChatRoutes:
         request = request.model_copy(update={"messages": []})
         options = media_options(request.media_io_kwargs, self._media_defaults, request.mm_processor_kwargs)
         options = replace(options, previews=request.previews)
-        prepared = await self._pipeline.prepare(parsed, options, body.deadline, settings.max_media_bytes)
+        prepared = await self._fan_out.prepare(parsed, options, body.deadline, settings.max_media_bytes)
         return request, prepared
 
 
 class TokenRoutes:
-    def __init__(
-        self, pipeline: Pipeline, chat: ChatRoutes, bodies: BodyReader, settings: ApiSettings
-    ) -> None:
-        self._pipeline = pipeline
+    def __init__(self, fan_out: FanOut, chat: ChatRoutes, bodies: BodyReader, settings: ApiSettings) -> None:
+        self._fan_out = fan_out
         self._chat = chat
         self._bodies = bodies
         self._settings = settings
@@ -127,12 +134,12 @@ class TokenRoutes:
             token_ids, wants_strings = await self._encode(body)
         answer = {
             "count": len(token_ids),
-            "max_model_len": self._pipeline.limits.max_model_len,
+            "max_model_len": self._fan_out.limits.max_model_len,
             "tokens": token_ids,
             "token_strs": None,
         }
         if wants_strings:
-            answer["token_strs"] = (await self._pipeline.decode(token_ids, body.deadline)).tokens
+            answer["token_strs"] = (await self._fan_out.decode(token_ids, body.deadline)).tokens
         total_ms = body.deadline.ms()
         phases = {"intake": body.intake_ms, "tokenize": total_ms - body.intake_ms, "total": total_ms}
         return Json(answer, headers=server_timing(phases))
@@ -146,20 +153,20 @@ class TokenRoutes:
         request = parse_as(TokenizeRequest, body.document, body.strings)
         check_model(request.model, self._settings)
         text = to_text(request.prompt, "prompt")
-        token_ids = await self._pipeline.encode_text(text, request.add_special_tokens, body.deadline)
+        token_ids = await self._fan_out.encode_text(text, request.add_special_tokens, body.deadline)
         return token_ids, request.return_token_strs
 
     async def detokenize(self, http: Request) -> Response:
         async with self._bodies.open(http) as body:
             request = parse_as(DetokenizeRequest, body.document, body.strings)
             check_model(request.model, self._settings)
-            text = await self._pipeline.decode(request.tokens, body.deadline)
+            text = await self._fan_out.decode(request.tokens, body.deadline)
             return Json({"prompt": text.text})
 
 
 class ServerRoutes:
-    def __init__(self, pipeline: Pipeline, watch: Watch, unready: Unready, settings: ApiSettings) -> None:
-        self._pipeline = pipeline
+    def __init__(self, fan_out: FanOut, watch: Watch, unready: Unready, settings: ApiSettings) -> None:
+        self._fan_out = fan_out
         self._watch = watch
         self._unready = unready
         self._settings = settings
@@ -168,7 +175,7 @@ class ServerRoutes:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "headrace",
-            "max_model_len": pipeline.limits.max_model_len,
+            "max_model_len": fan_out.limits.max_model_len,
         }
 
     async def models(self) -> Response:
@@ -183,7 +190,7 @@ class ServerRoutes:
         return Json({"status": "ok"}) if reason is None else Json({"status": reason}, 503)
 
     async def stages(self) -> Response:
-        return Json(await self._watch.told())
+        return Json(await self._watch.snapshot())
 
     async def version(self) -> Response:
         return Json({"version": __version__})
@@ -191,7 +198,7 @@ class ServerRoutes:
     async def reset_mm_cache(self) -> Response:
         if not self._settings.enable_reset_mm_cache:
             raise HTTPException(404, "Not Found; the setting enable_reset_mm_cache enables it")
-        await self._pipeline.reset_caches()
+        await self._fan_out.reset_caches()
         return Json({})
 
 
@@ -205,7 +212,7 @@ def check_model(model: str | None, settings: ApiSettings) -> None:
 
 
 async def _serving_error(http: Request, error: ServingError) -> Response:
-    tracing.tell(**{"error.type": type(error).__name__})
+    tracing.set_attributes(**{"error.type": type(error).__name__})
     # A client that is still sending reads the answer when the connection closes.
     return error_response(error, {"Connection": "close"} if is_unread(http) else None)
 

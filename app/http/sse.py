@@ -48,7 +48,7 @@ async def _events(first: JsonObject, rest: AsyncGenerator[JsonObject]) -> AsyncG
 
 
 def _failure(cause: Exception, error: ServingError) -> bytes:
-    tracing.failed(cause)
+    tracing.record_error(cause)
     observe.stream_failed(error.status)
     return _event(error_envelope(error))
 

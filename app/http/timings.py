@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.calls import Deadline, Timing
 from app.fanout import Prepared
 from app.openai.responses import JsonObject
+from app.stages import Deadline, Timing
 from deployments.types import Delta
 
 _KNOWN_AT_FIRST_TOKEN = ("intake", "validate", "prepare", "join", "queue", "prefill")

@@ -58,16 +58,6 @@ class ParsedChat:
     settings: ProcessorSettings = field(default_factory=dict)  # for the checkpoint's processor
     salt: str = ""  # the cache salt, within which uuids are known
 
-    @property
-    def num_text_bytes(self) -> int:
-        """UTF-8 bytes of all texts and names together."""
-        contents = [message["content"] for message in self.chat.messages]
-        contents += [message["name"] for message in self.chat.messages if "name" in message]
-        texts: list[str] = [content for content in contents if isinstance(content, str)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        texts += [part["text"] for part in parts if part["type"] == "text"]
-        return sum(len(text.encode()) for text in texts)
-
 
 def parse_chat(
     request: ChatRequest,
@@ -100,7 +90,20 @@ def parse_chat(
         messages.append({"role": message.role, "content": content, **name})
     _check_counts(items, limits or {})
     settings = request.mm_processor_kwargs.processor_settings()
-    return ParsedChat(Chat(messages), items, settings, request.cache_salt or "")
+    chat = Chat(messages, num_text_bytes=_num_text_bytes(messages))
+    return ParsedChat(chat, items, settings, request.cache_salt or "")
+
+
+def _num_text_bytes(messages: Sequence[Mapping[str, object]]) -> int:
+    """Counts the UTF-8 bytes of all texts and names."""
+    total = 0
+    for message in messages:
+        contents = [message["content"], message.get("name", "")]
+        texts = [content for content in contents if isinstance(content, str)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        texts += [part["text"] for part in parts if part["type"] == "text"]
+        total += sum(len(text.encode()) for text in texts)
+    return total
 
 
 def _check_counts(items: Sequence[Item], limits: Mapping[Modality, int]) -> None:

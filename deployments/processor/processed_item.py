@@ -19,7 +19,7 @@ class ProcessedItem:
     family: str  # class of the processor
     normalizations: dict[str, Normalization] = field(default_factory=dict)  # see `MMFeatures`
 
-    def record(self, payload: Payload | None, service_ms: float = 0.0) -> MMFeatures:
+    def record(self, payload: Payload | None) -> MMFeatures:
         """The record for other stages; `payload` holds `features`."""
         return MMFeatures(
             modality=self.modality,
@@ -31,7 +31,6 @@ class ProcessedItem:
                 name: (array.shape, "float32" if name in self.normalizations else array.dtype.name)
                 for name, array in self.features.items()
             },
-            service_ms=service_ms,
             affixes=self.affixes,
             family=self.family,
             normalizations=self.normalizations,

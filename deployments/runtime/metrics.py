@@ -1,11 +1,13 @@
-"""Every metric of Headrace: its name, what it tells, and its values in this process.
+"""Every metric of Headrace: its name, its meaning, and its values in this process.
 
-A request makes dozens of observations, and one costs more in Ray's own objects than in Python's. So values
-are kept here, in plain dicts, and a thread hands what has changed to Ray once a second: Ray's metrics are
-what is scraped. A histogram is handed over as counters, one for each bucket: out of Ray's own, the agent of
-the node would make every observation again, one by one, in the middle of its bucket.
+A request makes dozens of observations, and each is cheaper in a plain dict than in Ray's metric objects. So
+the values are kept here, and a thread passes changed ones to Ray once a second; Prometheus scrapes Ray's
+metrics. A histogram is passed as one counter for each bucket: with Ray's own histograms, the node's agent
+would repeat every observation, one by one, at the middle of its bucket.
 
-From here come docs/metrics.md and the Grafana dashboard (scripts/make_dashboard.py).
+docs/metrics.md and the Grafana dashboard are made from this file (scripts/make_dashboard.py).
+
+Metrics are written, and never read back as program state.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 PREFIX = "headrace_"
 PERIOD_S = 1.0
 
-# Seconds: from a hop between processes to the deadline of a request.
+# From a hop between processes to the deadline of a request.
 LATENCY_BUCKETS_S = (
     0.001,
     0.002,
@@ -52,7 +54,7 @@ ALL: list[Metric] = []
 
 
 class Sample(NamedTuple):
-    """A series as Ray gets it."""
+    """One time series as it is passed to Ray."""
 
     name: str
     tags: tuple[tuple[str, str], ...]
@@ -60,7 +62,7 @@ class Sample(NamedTuple):
 
 
 class Metric:
-    """Values by their tags. Recorded in one thread, read in another."""
+    """Values by their tags. One thread records them, another reads them."""
 
     kind = ""
 
@@ -80,12 +82,8 @@ class Metric:
         return self._values.get(tags, 0.0)
 
     def items(self) -> list[tuple[tuple[str, ...], float]]:
-        """Tags and values."""
+        """Returns all tags with their values."""
         return list(self._values.items())
-
-    def total(self, first: str) -> float:
-        """Of all whose first tag it is."""
-        return sum(value for tags, value in self.items() if tags[0] == first)
 
 
 class Counter(Metric):
@@ -95,7 +93,7 @@ class Counter(Metric):
         self._values[tags] = self._values.get(tags, 0.0) + amount
 
     def set_total(self, total: float, *tags: str) -> None:
-        """Of what is counted elsewhere."""
+        """Sets a total that is counted elsewhere."""
         self._values[tags] = total
 
 
@@ -120,16 +118,16 @@ class Histogram(Metric):
     def observe(self, value: float, *tags: str, count: int = 1) -> None:
         counts = self._counts.get(tags)
         if counts is None:
-            self._values[tags] = 0.0  # first: whoever finds the counts, in another thread, reads this as well
+            self._values[tags] = 0.0  # set before the counts: the reading thread takes both
             counts = self._counts[tags] = [0] * (len(self.buckets) + 1)
         counts[bisect_left(self.buckets, value)] += count
         self._values[tags] += value * count
 
-    def count(self) -> int:
-        return sum(map(sum, self._counts.values()))
-
     def samples(self) -> Iterator[Sample]:
-        """`_sum`, and for each bucket how many were at most `le`; the last bucket is their count."""
+        """Yields the sum, and for each bucket the number of values up to `le`;
+
+        the last one is their count.
+        """
         for values, counts in list(self._counts.items()):
             tags = tuple(zip(self.tags, values, strict=True))
             yield Sample(f"{self.name}_sum", tags, self._values[values])
@@ -139,66 +137,67 @@ class Histogram(Metric):
                 yield Sample(f"{self.name}_bucket", (*tags, ("le", bound)), total)
 
 
-# Calls, as the ingress sees them: what it waits for, on its way through each stage.
+# Calls, as the ingress sees them.
 CALLS_OPEN = Gauge("calls_open", "calls", "Calls to a stage that have not ended", "stage", "modality")
 CALL_QUEUE = Histogram(
-    "call_queue_seconds", "s", "Time of a call beside the work: waiting, transport", "stage", "modality"
+    "call_queue_seconds", "s", "Time of a call without the work: waiting and transport", "stage", "modality"
 )
-CALL_SERVICE = Histogram("call_service_seconds", "s", "Time at work for a call", "stage", "modality")
+CALL_SERVICE = Histogram(
+    "call_service_seconds", "s", "Time that a stage worked on a call", "stage", "modality"
+)
 CALL_BYTES_IN = Counter(
-    "call_bytes_in", "bytes", "Media and embeddings that came into a stage", "stage", "modality"
+    "call_bytes_in", "bytes", "Media and embeddings that entered a stage", "stage", "modality"
 )
-CALL_BYTES_OUT = Counter("call_bytes_out", "bytes", "Arrays that came out of a stage", "stage", "modality")
+CALL_BYTES_OUT = Counter("call_bytes_out", "bytes", "Arrays that left a stage", "stage", "modality")
 CALL_ERRORS = Counter(
     "call_errors", "calls", "Calls that failed, by the class of the error", "stage", "modality", "kind"
 )
-CALL_RETRIES = Counter("call_retries", "calls", "Calls made once more, by the reason", "stage", "kind")
+CALL_RETRIES = Counter("call_retries", "calls", "Calls that were retried, by the reason", "stage", "kind")
 CALL_CANCELLATIONS = Counter("call_cancellations", "calls", "Calls that were cancelled", "stage", "modality")
 
 # Requests, as the ingress sees them.
 REQUEST_SECONDS = Histogram(
     "request_seconds",
     "s",
-    "From a request's headers to the end of its answer. outcome: its status, or `cancelled`",
+    "From a request's headers to the end of its answer. outcome: the status, or `cancelled`",
     "endpoint",
     "outcome",
 )
 INTAKE_SECONDS = Histogram("intake_seconds", "s", "Reading and parsing a body", "endpoint")
 BODY_BYTES = Counter("body_bytes", "bytes", "Bodies that were read", "endpoint")
-BYTES_IN_FLIGHT = Gauge("bytes_in_flight", "bytes", "Bodies being read or loaded at this moment")
+BYTES_IN_FLIGHT = Gauge("bytes_in_flight", "bytes", "Bodies that are being read or loaded now")
 LOOP_LAG = Gauge("loop_lag_seconds", "s", "Worst delay of the ingress's event loop in the last 15 s")
 FIRST_TOKEN = Histogram("first_token_seconds", "s", "From a request's headers to its first token")
 INTER_TOKEN = Histogram("inter_token_seconds", "s", "Between two tokens of an answer")
-PREPARING = Gauge("preparing", "calls", "What requests wait for before the model: calls, bodies", "step")
+PREPARING = Gauge("preparing", "calls", "Bodies and calls that requests wait for before the model", "stage")
 STARVATION = Counter(
-    "starvation_seconds",
-    "s",
-    "The engine had room while requests waited before it",
-    "step",
+    "starvation_seconds", "s", "Time in which the engine had room while requests waited in a stage", "stage"
 )
 
 # Each replica of a stage.
-QUEUED = Gauge("queued", "items", "Items that wait for a thread, or answers for the engine", "step")
-IN_FLIGHT = Gauge("in_flight", "items", "Items that are worked on, or answers that get tokens", "step")
+QUEUED = Gauge(
+    "queued", "items", "Items that wait for a thread, or sequences that wait for the engine", "stage"
+)
+IN_FLIGHT = Gauge("in_flight", "items", "Items being worked on, or sequences that are running", "stage")
 CACHE_HITS = Counter("cache_hits", "items", "Found in the cache; `prefix`: in tokens", "cache")
 CACHE_MISSES = Counter("cache_misses", "items", "Not found in the cache; `prefix`: in tokens", "cache")
-CACHE_JOINS = Counter("cache_joins", "items", "Not found, but in work for another request", "cache")
+CACHE_JOINS = Counter("cache_joins", "items", "Not in the cache, but being made for another request", "cache")
 CACHE_EVICTIONS = Counter("cache_evictions", "items", "Removed to make room", "cache")
-CACHE_BYTES = Gauge("cache_bytes", "bytes", "Held at this moment", "cache")
+CACHE_BYTES = Gauge("cache_bytes", "bytes", "Held now", "cache")
 
-ENGINE_CAPACITY = Gauge("engine_capacity", "answers", "Answers that can get tokens at once")
-ENGINE_KV_TOKENS = Gauge("engine_kv_tokens", "tokens", "Tokens that the KV cache holds")
-ENGINE_KV_USED = Gauge("engine_kv_tokens_used", "tokens", "Of these, by running answers")
+ENGINE_CAPACITY = Gauge("engine_capacity", "sequences", "Sequences that can run at once")
+ENGINE_KV_TOKENS = Gauge("engine_kv_tokens", "tokens", "Tokens that fit into the KV cache")
+ENGINE_KV_USED = Gauge("engine_kv_tokens_used", "tokens", "Tokens of running sequences in the KV cache")
 ENGINE_STEPS = Counter("engine_steps", "steps", "Runs of the language model")
-ENGINE_PROMPT_TOKENS = Counter("engine_prompt_tokens", "tokens", "Of prompts, found in the cache or not")
-ENGINE_TOKENS = Counter("engine_generated_tokens", "tokens", "Of answers")
-ENGINE_PREEMPTIONS = Counter("engine_preemptions", "answers", "That gave way: the KV cache was full")
+ENGINE_PROMPT_TOKENS = Counter("engine_prompt_tokens", "tokens", "Prompt tokens, cached ones included")
+ENGINE_TOKENS = Counter("engine_generated_tokens", "tokens", "Generated tokens")
+ENGINE_PREEMPTIONS = Counter("engine_preemptions", "sequences", "Preempted because the KV cache was full")
 
 
 def report_activity(activity: Iterable[Activity]) -> None:
-    for step in activity:
-        QUEUED.set(step.queued, step.name)
-        IN_FLIGHT.set(step.in_flight, step.name)
+    for part in activity:
+        QUEUED.set(part.queued, part.name)
+        IN_FLIGHT.set(part.in_flight, part.name)
 
 
 def report_cache(
@@ -213,8 +212,9 @@ def report_cache(
 
 
 def publish(collect: Callable[[], None] = lambda: None) -> None:
-    """From now on Ray gets what is recorded in this process. `collect` records what is counted elsewhere; it
-    is called in a thread of its own. Outside of a replica nothing is published.
+    """Starts a thread that passes this process's values to Ray. Does nothing outside of a replica.
+
+    The thread calls `collect` first, which records values that are counted elsewhere.
     """
     try:
         serve.get_replica_context()
@@ -229,7 +229,7 @@ def _publish(collect: Callable[[], None]) -> None:
         try:
             collect()
             publisher.push()
-        except Exception:  # a border: the server works on without its metrics
+        except Exception:  # a server without metrics is better than none
             if not failed:
                 logger.exception("metrics could not be published")
             failed = True
@@ -237,12 +237,12 @@ def _publish(collect: Callable[[], None]) -> None:
 
 
 class Publisher:
-    """Ray's metrics, made when there is something to tell."""
+    """Passes values to Ray's metrics, which it makes at their first value."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = list(metrics)
         self._made: dict[str, Any] = {}
-        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._pushed: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def push(self) -> None:
         for metric in self._metrics:
@@ -251,11 +251,11 @@ class Publisher:
 
     def _push(self, metric: Metric, sample: Sample) -> None:
         key = (sample.name, sample.tags)
-        told = self._told.get(key)
+        pushed = self._pushed.get(key)
         is_gauge = isinstance(metric, Gauge)
-        if sample.value == told and not is_gauge:  # Ray forgets a gauge that is not set for a while
+        if sample.value == pushed and not is_gauge:  # Ray drops a gauge that is not set for a while
             return
-        self._told[key] = sample.value
+        self._pushed[key] = sample.value
         made = self._made.get(sample.name)
         if made is None:
             cls = ray_metrics.Gauge if is_gauge else ray_metrics.Counter
@@ -264,5 +264,5 @@ class Publisher:
         if is_gauge:
             made.set(sample.value, dict(sample.tags))
         else:
-            # Not `inc`, which refuses 0: without a 0 first, Prometheus would not see the first increase.
-            made._record(sample.value - (told or 0.0), dict(sample.tags))
+            # Not `inc`, which refuses 0: without an initial 0 Prometheus would miss the first increase.
+            made._record(sample.value - (pushed or 0.0), dict(sample.tags))

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ray.serve.context import _get_serve_request_context
 
+from deployments.runtime.call_record import current_call
 from deployments.runtime.memory import clear_frames
 
 P = ParamSpec("P")
@@ -22,23 +23,23 @@ T = TypeVar("T")
 
 
 def lower_priority(niceness: int) -> None:
-    # Linux keeps niceness per thread: only the pool's threads step back, the loop's does not.
+    # Linux keeps niceness per thread: this lowers the pool's threads and not the event loop's.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-def _timed(
-    function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[T, float]:
-    # No closure: what a closure captured stays as long as the traceback of an error.
+def _timed(function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
+    # Not a closure: the variables that a closure captured live as long as the traceback of an error.
     start = time.perf_counter()
-    result = function(*args, **kwargs)
-    return result, (time.perf_counter() - start) * 1000
+    try:
+        return function(*args, **kwargs)
+    finally:
+        current_call().service_ms += (time.perf_counter() - start) * 1000
 
 
 class WorkPool:
-    """Runs functions in `threads` threads at `niceness`; what has not begun yet can be cancelled.
+    """Runs functions in `threads` threads at `niceness`. A job that has not begun can be cancelled.
 
-    Requests have turns: one of twenty items that came first lets another's single item in after its next one.
+    Requests take turns: after each job of a request with twenty items, a job of another request comes next.
     """
 
     def __init__(self, threads: int, niceness: int = 19) -> None:
@@ -49,14 +50,14 @@ class WorkPool:
             threads, thread_name_prefix="work", initializer=lower_priority, initargs=(niceness,)
         )
 
-    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
-        """The function's result and the milliseconds it ran, waiting for a thread not counted."""
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Returns the function's result, and adds the time it ran to the current call's `service_ms`."""
         job = _Job(contextvars.copy_context(), partial(_timed, function, args, kwargs))
         self._waiting.put(_get_serve_request_context().request_id, job)
         self._executor.submit(self._run_next)
         self._open += 1
         try:
-            result: tuple[T, float] = await asyncio.wrap_future(job.future)
+            result: T = await asyncio.wrap_future(job.future)
             return result
         finally:
             self._open -= 1
@@ -67,11 +68,11 @@ class WorkPool:
 
     @property
     def queued(self) -> int:
-        """Calls that wait for a thread."""
+        """Jobs that wait for a thread."""
         return self._open - self.in_flight
 
     def shutdown(self) -> None:
-        """Nobody waits for what has not begun."""
+        """Cancels the jobs that have not begun; returns at once."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for job in self._waiting.clear():
             job.future.cancel()
@@ -91,14 +92,14 @@ class _Job:
             return
         try:
             self.future.set_result(self._context.run(self._function))
-        except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
-            clear_frames(error)  # the work's variables go with the work
+        except BaseException as error:  # noqa: BLE001  # raised again where the result is awaited
+            clear_frames(error)  # frees the job's variables
             self.future.set_exception(error)
-            del self  # else the future, its error and this frame would keep each other, and the arguments
+            del self  # breaks the cycle of future, error and this frame, which would keep the arguments
 
 
 class _Turns:
-    """Jobs in the order in which they came within a request, and in turn between requests."""
+    """A queue of jobs: first in, first out within a request, round-robin between requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,7 +115,7 @@ class _Turns:
             jobs = self._waiting.pop(request_id)
             job = jobs.popleft()
             if jobs:
-                self._waiting[request_id] = jobs  # behind all others
+                self._waiting[request_id] = jobs  # now the last
             return job
 
     def clear(self) -> list[_Job]:

@@ -1,9 +1,10 @@
-"""OpenTelemetry spans of a request in every process that it comes through, as one trace. Off by default.
+"""OpenTelemetry spans of a request in every process that it passes, as one trace. Off by default.
 
-Between processes the context travels as a keyword of the call. Serve's own tracing is not used: the calls
-that a request makes at once mix up its stack of spans, and those of one that is not sampled begin new traces.
+Between processes the trace context travels in the CallHeader. Serve's own tracing is not used: it keeps one
+stack of spans per request, which concurrent calls of that request mix up, and it starts new traces for calls
+of a request that is not sampled.
 
-Spans tell names, sizes and errors, never what is in an item, a prompt or an answer.
+Spans contain names, sizes and errors, never the content of an item, a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes, AttributeValue
 
 from deployments.errors import ServingError
 from deployments.runtime.pool import lower_priority
 from deployments.types import Delta
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,17 +38,24 @@ logger = logging.getLogger("ray.serve")
 
 Carrier = Mapping[str, str]  # W3C's traceparent and tracestate
 
-provider: Any = None  # None: off, and nothing here does anything
+provider: TracerProvider | None = None  # None: tracing is off
 _tracer: Tracer | None = None
 _OFF = nullcontext(trace.INVALID_SPAN)
 _W3C = TraceContextTextMapPropagator()
-_TOLD = ("modality", "mime", "num_bytes", "num_tokens", "cached")  # of a stage's record
+_SIZES = (
+    "modality",
+    "mime",
+    "num_bytes",
+    "num_tokens",
+    "cached",
+)  # fields of a result that become attributes
 
 
 def start(endpoint: str, stage: str) -> None:
-    """From now on this process's spans go to the OTLP/HTTP collector at `endpoint`; empty: there are none.
+    """Sends this process's spans to the OTLP/HTTP collector at `endpoint`. An empty endpoint: tracing stays
+    off.
 
-    The rest is OpenTelemetry's: OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER and the like.
+    OpenTelemetry's own variables apply: OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER and so on.
     """
     global provider, _tracer
     if not endpoint:
@@ -51,7 +64,8 @@ def start(endpoint: str, stage: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # Every second: Serve kills a replica that has ended its work, and what has not left then is lost.
+    # Every second: Serve kills a replica once its work is done, and spans that were not sent by then are
+    # lost.
     os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", "1000")
     resource = Resource.create(
         {"service.namespace": "headrace", "service.name": stage, "process.pid": os.getpid()}
@@ -59,16 +73,16 @@ def start(endpoint: str, stage: str) -> None:
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
     _tracer = provider.get_tracer("headrace")
-    propagate.set_global_textmap(_W3C)  # by default baggage, too, which is logged where it is too long
+    propagate.set_global_textmap(_W3C)  # the default also handles baggage, and logs it if it is too long
 
 
-def _exporter(endpoint: str) -> Any:
+def _exporter(endpoint: str) -> SpanExporter:
     from opentelemetry.exporter.otlp.proto.http import trace_exporter
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     class Exporter(trace_exporter.OTLPSpanExporter):
-        """Says once that the collector is not there, and steps back as other work of its kind."""
+        """Logs once that the collector cannot be reached. Runs at low priority, as other heavy work does."""
 
         lost = False
 
@@ -81,82 +95,83 @@ def _exporter(endpoint: str) -> Any:
             self.lost = lost
             return result
 
-    logging.getLogger(trace_exporter.__name__).disabled = True  # it would say so for every try
+    logging.getLogger(trace_exporter.__name__).disabled = True  # it would log every attempt
     return Exporter(f"{endpoint.rstrip('/')}/v1/traces")
 
 
-def span(name: str, **attributes: Any) -> AbstractContextManager[Span]:
-    """A part of the current span, and the current one itself meanwhile. For a coroutine or a thread."""
+def span(name: str, **attributes: AttributeValue) -> AbstractContextManager[Span]:
+    """Opens a child of the current span and makes it the current one. For a coroutine or a thread."""
     return _current(name, SpanKind.INTERNAL, attributes) if _tracer else _OFF
 
 
-def calling(stage: str) -> AbstractContextManager[dict[str, Any]]:
-    """A call of this process to a stage; the keywords for its method, which `served` looks for."""
-    return _calling(stage) if _tracer else nullcontext({})
+def calling(stage: str) -> AbstractContextManager[Carrier | None]:
+    """Opens the client's span of a call;
+
+    yields the trace context for the CallHeader, None if tracing is off.
+    """
+    return _calling(stage) if _tracer else nullcontext()
 
 
 @contextmanager
-def _calling(stage: str) -> Iterator[dict[str, Any]]:
+def _calling(stage: str) -> Iterator[Carrier]:
     carrier: dict[str, str] = {}
     with _span(f"call {stage}", SpanKind.CLIENT, {"stage": stage}) as client:
         _W3C.inject(carrier, set_span_in_context(client))
-        yield {"trace_context": carrier}
+        yield carrier
 
 
-def served(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """For a stage's method that is called within `calling`: its span is a part of the call's."""
-    stage = _stage_of(method)
-
-    @wraps(method)
-    async def run(*args: Any, trace_context: Carrier | None = None, **kwargs: Any) -> T:
-        if trace_context is None:
-            return await method(*args, **kwargs)
-        with _current(stage, SpanKind.SERVER, {"stage": stage}, _W3C.extract(trace_context, Context())):
-            record = await method(*args, **kwargs)
-            told = {name: getattr(record, name, None) for name in _TOLD}
-            tell(**{name: value for name, value in told.items() if value is not None})
-            return record
-
-    return cast(Callable[P, Awaitable[T]], run)
+@contextmanager
+def serving(stage: str, trace_context: Carrier | None) -> Iterator[Callable[[object], None]]:
+    """Opens the server's span of a call; yields a function that sets attributes from the call's result."""
+    if trace_context is None:
+        yield lambda value: None
+        return
+    parent = _W3C.extract(trace_context, Context())
+    with _current(stage, SpanKind.SERVER, {"stage": stage}, parent) as server:
+        yield partial(_set_sizes, server)
 
 
-def served_deltas(
-    method: Callable[P, AsyncGenerator[Delta, None]],
-) -> Callable[P, AsyncGenerator[Delta, None]]:
-    """The same for the model: its span has the engine's queue, the prefill and the decoding as parts."""
-    stage = _stage_of(method)
-
-    @wraps(method)
-    async def run(
-        *args: Any, trace_context: Carrier | None = None, **kwargs: Any
-    ) -> AsyncGenerator[Delta, None]:
-        parent = _W3C.extract(trace_context or {}, Context())
-        # Not the current span: a generator may go on in another context than it began in.
-        with _span(stage, SpanKind.SERVER, {"stage": stage}, parent) as server:
-            first, num_tokens = 0, 0
-            try:
-                async with aclosing(method(*args, **kwargs)) as deltas:
-                    async for delta in deltas:
-                        if not first:
-                            first = time.time_ns()
-                            begin = first - int(delta.prefill_ms * 1e6)
-                            _part(server, "queue", begin - int(delta.queue_ms * 1e6), begin)
-                            _part(server, "prefill", begin, first)
-                        num_tokens += len(delta.token_ids)
-                        yield delta
-            finally:
-                _part(server, "decode", first, time.time_ns())
-                server.set_attribute("num_tokens", num_tokens)
-
-    return cast(Callable[P, AsyncGenerator[Delta, None]], run)
+def _set_sizes(server: Span, value: object) -> None:
+    sizes = {name: getattr(value, name, None) for name in _SIZES}
+    server.set_attributes({name: size for name, size in sizes.items() if size is not None})
 
 
-def _stage_of(method: Callable[..., object]) -> str:
-    return method.__qualname__.partition(".")[0]
+@contextmanager
+def serving_stream(stage: str, trace_context: Carrier | None) -> Iterator[StreamSpan]:
+    """Opens the server's span of a stream, which is not made the current span."""
+    parent = _W3C.extract(trace_context or {}, Context())
+    with _span(stage, SpanKind.SERVER, {"stage": stage}, parent) as server:
+        stream = StreamSpan(server)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+class StreamSpan:
+    """A span with the engine's queue, prefill and decode time as children."""
+
+    def __init__(self, server: Span) -> None:
+        self._server = server
+        self._first_ns = 0  # when the first delta came
+        self._num_tokens = 0
+
+    def observe(self, delta: Delta) -> None:
+        if not self._first_ns:
+            self._first_ns = time.time_ns()
+            prefill_ns = self._first_ns - int(delta.prefill_ms * 1e6)
+            _child(self._server, "queue", prefill_ns - int(delta.queue_ms * 1e6), prefill_ns)
+            _child(self._server, "prefill", prefill_ns, self._first_ns)
+        self._num_tokens += len(delta.token_ids)
+
+    def close(self) -> None:
+        if self._first_ns:
+            _child(self._server, "decode", self._first_ns, time.time_ns())
+        self._server.set_attribute("num_tokens", self._num_tokens)
 
 
 def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """For a function: each of its calls is a span."""
+    """Decorates a function whose calls are spans."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -169,13 +184,13 @@ def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def tell(**attributes: Any) -> None:
-    """Of the current span."""
+def set_attributes(**attributes: AttributeValue) -> None:
+    """Sets attributes of the current span."""
     trace.get_current_span().set_attributes(attributes)
 
 
-def failed(error: BaseException, part: Span | None = None) -> None:
-    """The span, by default the current one, ends with this error."""
+def record_error(error: BaseException, part: Span | None = None) -> None:
+    """Ends the span, by default the current one, with this error."""
     part = part or trace.get_current_span()
     if isinstance(error, asyncio.CancelledError):
         part.set_attribute("cancelled", True)
@@ -186,15 +201,13 @@ def failed(error: BaseException, part: Span | None = None) -> None:
 
 
 @contextmanager
-def _span(
-    name: str, kind: SpanKind, attributes: Mapping[str, Any], parent: Context | None = None
-) -> Iterator[Span]:
-    """`parent`: the current span where it is None."""
+def _span(name: str, kind: SpanKind, attributes: Attributes, parent: Context | None = None) -> Iterator[Span]:
+    """Opens a span; `parent` None: a child of the current one."""
     part = _tracer.start_span(name, parent, kind, attributes) if _tracer else trace.INVALID_SPAN
     try:
         yield part
     except BaseException as error:
-        failed(error, part)
+        record_error(error, part)
         raise
     finally:
         part.end()
@@ -202,7 +215,7 @@ def _span(
 
 @contextmanager
 def _current(
-    name: str, kind: SpanKind, attributes: Mapping[str, Any], parent: Context | None = None
+    name: str, kind: SpanKind, attributes: Attributes, parent: Context | None = None
 ) -> Iterator[Span]:
     with _span(name, kind, attributes, parent) as part:
         token = attach(set_span_in_context(part))
@@ -212,6 +225,6 @@ def _current(
             detach(token)
 
 
-def _part(of: Span, name: str, start_ns: int, end_ns: int) -> None:
-    if _tracer and start_ns:
-        _tracer.start_span(name, set_span_in_context(of), start_time=start_ns).end(end_ns)
+def _child(parent: Span, name: str, start_ns: int, end_ns: int) -> None:
+    if _tracer:
+        _tracer.start_span(name, set_span_in_context(parent), start_time=start_ns).end(end_ns)

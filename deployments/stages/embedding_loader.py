@@ -1,4 +1,4 @@
-"""The embedding stage: what a client sent instead of media is verified here, far from whoever serves it."""
+"""The embedding stage: verifies and loads embeddings that a client sent in place of media."""
 
 from __future__ import annotations
 
@@ -12,70 +12,63 @@ import numpy.typing as npt
 from blake3 import blake3
 from pydantic import Field
 
-from deployments.errors import InvalidMedia, StageTimeout
+from deployments.errors import InvalidMedia
 from deployments.media.base64_stream import Piece
 from deployments.media.embed_files import Embeds, load_embeds, load_numbers
-from deployments.runtime.logs import log_context
-from deployments.runtime.memory import freeze_start_up, release_on_error
-from deployments.runtime.metrics import publish, report_activity
+from deployments.runtime.call_record import current_call
 from deployments.runtime.payload import pack, unpack_pieces
 from deployments.runtime.pool import WorkPool
-from deployments.runtime.tracing import served, traced
-from deployments.stages.base import StageConfig, begin
+from deployments.runtime.tracing import traced
+from deployments.stages.base import Stage, StageConfig, endpoint, pool_activity
 from deployments.types import SECONDS_PER_GRID, Activity, Arrays, EmbeddingSource, EmbedsForm, MMFeatures
 
 logger = logging.getLogger("ray.serve")
 
-MAX_SECONDS = 3600.0  # of a step of a video's grid
+MAX_SECONDS = 3600.0  # longest time that one step of a video's grid may last
 
 Numbers = dict[str, npt.NDArray[Any]]  # by name, flat
 
 
 class EmbeddingLoaderConfig(StageConfig):
-    max_bytes: int = Field(default=2 * 2**30, gt=0)  # of one embedding's file, base64 undone
-    check_finite: bool = True  # refuse NaN and infinity
-    threads: int = Field(default=2, ge=1)
-    niceness: int = Field(default=19, ge=0, le=19)
+    max_bytes: int = Field(
+        default=2 * 2**30, gt=0, description="Largest file of one embedding, in bytes after base64 decoding."
+    )
+    check_finite: bool = Field(default=True, description="Refuse embeddings with NaN or infinity.")
+    threads: int = Field(default=2, ge=1, description="Embeddings that a replica loads at once.")
+    niceness: int = Field(
+        default=19,
+        ge=0,
+        le=19,
+        description="Scheduling priority of these threads, from 0 (normal) to 19 (lowest).",
+    )
 
 
-class EmbeddingLoader:
-    """Loads run side by side in the pool's threads; nothing is shared between them."""
+class EmbeddingLoader(Stage):
+    """Verifies and loads embeddings. Loads run concurrently in the pool's threads and share nothing."""
 
     def __init__(self, config: EmbeddingLoaderConfig) -> None:
-        begin(self, config)
+        super().__init__(config)
         self._config = config
         self._pool = WorkPool(config.threads, config.niceness)
-        self._done = 0
-        publish(lambda: report_activity(self._activity()))
-        freeze_start_up()
+        self.ready()
 
-    @served
-    async def load(self, source: EmbeddingSource, timeout_s: float) -> MMFeatures:
-        """Raises MediaTooLarge, InvalidMedia with the reason, StageTimeout; RayError for lost data.
+    @endpoint
+    async def load(self, source: EmbeddingSource) -> MMFeatures:
+        """Raises MediaTooLarge, InvalidMedia with the reason, or RayError for lost data.
 
-        A cancelled or timed-out load stops where it is: before it begins, or between two slices of base64.
+        A load that is cancelled or times out stops before it begins, or between two slices of base64.
         """
         stopped = threading.Event()
-        with log_context(source.param), release_on_error(source.sent):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await self._load(source, stopped)
-            except TimeoutError:
-                raise StageTimeout("The embedding was not loaded in time.") from None
-            finally:
-                stopped.set()
-
-    async def ready(self) -> None:
-        """Returns when the stage can serve."""
-
-    async def activity(self) -> list[Activity]:
-        return self._activity()
+        try:
+            return await self._load(source, stopped)
+        finally:
+            stopped.set()
 
     def _activity(self) -> list[Activity]:
-        return [Activity("embeddings", self._pool.queued, self._pool.in_flight, self._done)]
+        return pool_activity(self, self._pool)
 
     async def _load(self, source: EmbeddingSource, stopped: threading.Event) -> MMFeatures:
-        """All that came for the item side by side."""
+        """Loads the embeddings and the numbers that belong to them at the same time."""
         sent: dict[str, list[Piece] | npt.NDArray[Any]] = {
             name: await unpack_pieces(value) if isinstance(value, list) else value
             for name, value in source.sent.items()
@@ -83,7 +76,7 @@ class EmbeddingLoader:
         encoded = sent[source.name]
         assert isinstance(encoded, list)
         names = [name for name in sent if name != source.name]
-        (embeds, ms), numbers = await asyncio.gather(
+        embeds, numbers = await asyncio.gather(
             self._pool.run(
                 traced("embed")(load_embeds),
                 encoded,
@@ -95,14 +88,13 @@ class EmbeddingLoader:
             asyncio.gather(*(self._pool.run(_numbers, name, sent[name], stopped) for name in names)),
         )
         num_tokens = len(embeds.values)
-        sent_numbers = dict(zip(names, (values for values, _ in numbers), strict=True))
+        sent_numbers = dict(zip(names, numbers, strict=True))
         positions = _positions(source, sent_numbers, num_tokens)
         made = {source.name: embeds.values} | positions | _token_types(source.form, num_tokens)
-        # In the order in which the client sent them; what it did not send comes last.
+        # In the order in which the client sent them; arrays that it did not send come last.
         arrays = {name: made[name] for name in sent if name in made} | made
-        payload, packing_ms = await self._pool.run(pack, arrays)
-        ms += packing_ms
-        self._done += 1
+        payload = await self._pool.run(pack, arrays)
+        ms = current_call().service_ms
         logger.info("loaded %s: %d tokens of %s in %.1f ms", source.name, num_tokens, embeds.dtype, ms)
         return MMFeatures(
             modality=source.modality,
@@ -112,7 +104,6 @@ class EmbeddingLoader:
             payload=payload,
             shapes={name: (array.shape, array.dtype.name) for name, array in arrays.items()}
             | {source.name: (embeds.values.shape, embeds.dtype)},
-            service_ms=ms,
             affixes=source.form.affixes,
         )
 
@@ -127,7 +118,7 @@ def _numbers(name: str, sent: list[Piece] | npt.NDArray[Any], stopped: threading
 
 
 def _positions(source: EmbeddingSource, numbers: Numbers, num_tokens: int) -> Arrays:
-    """What the model derives positions from, in the shapes that its processor gives."""
+    """Returns the arrays from which the model derives positions, in the shapes that its processor gives."""
     arrays: Arrays = {}
     if source.form.grid:
         arrays[source.form.grid] = _grid(source, numbers, num_tokens)
@@ -148,7 +139,7 @@ def _grid(source: EmbeddingSource, numbers: Numbers, num_tokens: int) -> npt.NDA
     form = source.form
     if form.grid not in numbers:
         raise InvalidMedia(
-            f"This model needs {form.grid} beside the embeddings: send"
+            f"This model needs {form.grid} in addition to the embeddings: send"
             f' {{"{source.name}": ..., "{form.grid}": [t, h, w]}}.'
         )
     grid = numbers[form.grid]
@@ -173,6 +164,6 @@ def _seconds(numbers: Numbers) -> npt.NDArray[np.float32]:
 
 
 def _digest(embeds: Embeds, positions: Arrays) -> str:
-    """Of all that makes a difference to the model."""
+    """Digests everything that changes the model's result."""
     numbers = [(name, array.tolist()) for name, array in positions.items()]
     return blake3(f"{embeds.digest} {numbers}".encode()).hexdigest()

@@ -1,12 +1,10 @@
-"""The media stage: what a client named becomes pixels, samples and frames."""
+"""The media stage: fetches and decodes items into pixels, samples and frames."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +13,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from deployments.errors import FetchRefused, MediaTooLarge, StageTimeout
+from deployments.errors import FetchRefused, MediaTooLarge
 from deployments.media import data_uri
 from deployments.media.audio import AudioLimits
 from deployments.media.decoder import Decoder, content_digest, silence_pillow
@@ -24,14 +22,13 @@ from deployments.media.http_cache import HttpCache
 from deployments.media.image import PILLOW_MAX_PIXELS, ImageLimits
 from deployments.media.urls import UrlPolicy, local_path
 from deployments.media.video import VideoLimits
-from deployments.runtime.logs import log_context
-from deployments.runtime.memory import freeze_start_up, release_on_error
-from deployments.runtime.metrics import publish, report_activity, report_cache
+from deployments.runtime.call_record import current_call
+from deployments.runtime.lru_cache import CountingLRUCache
 from deployments.runtime.payload import pack, unpack_pieces
 from deployments.runtime.pool import WorkPool
 from deployments.runtime.single_flight import SingleFlight
-from deployments.runtime.tracing import served, span, traced
-from deployments.stages.base import StageConfig, begin
+from deployments.runtime.tracing import span, traced
+from deployments.stages.base import CacheStats, Stage, StageConfig, endpoint
 from deployments.types import Activity, Media, MediaOptions, MediaSource, Modality
 
 logger = logging.getLogger("ray.serve")
@@ -98,15 +95,15 @@ class MediaLoaderConfig(StageConfig):
         return float(getattr(self, f"{modality}_fetch_timeout_s"))
 
 
-class MediaLoader:
-    """Fetches and decodes one item at a time; concurrent requests for one URL share the work."""
+class MediaLoader(Stage):
+    """Fetches and decodes one item at a time. Concurrent requests for the same URL share the work."""
 
     def __init__(self, config: MediaLoaderConfig) -> None:
-        begin(self, config)
+        super().__init__(config)
         silence_pillow()
         root = config.allowed_local_media_path
-        if root and not Path(root).is_dir():  # not in the config: it may be read on another machine
-            raise ValueError("allowed_local_media_path is no folder on the media stage's machine")
+        if root and not Path(root).is_dir():  # not checked in the config, which another machine may read
+            raise ValueError("media_loader.allowed_local_media_path is not a folder on MediaLoader's machine")
         self._config = config
         self._decoder = config.decoder
         self._pool = WorkPool(config.threads, config.niceness)
@@ -114,81 +111,58 @@ class MediaLoader:
         self._by_content: SingleFlight[Media] = SingleFlight()
         self._policy = config.policy
         self._cache = HttpCache(config.cache_bytes)
-        self._decoded: OrderedDict[str, Media] = OrderedDict()  # by digest, without arrays
-        self._hits = self._misses = self._evictions = 0  # of these
-        self._fetching = self._fetched = self._done = 0  # items
-        publish(self._report)
-        freeze_start_up()
-
-    async def ready(self) -> None:
-        """Answers once the replica is up."""
+        self._decoded: CountingLRUCache[str, Media] = CountingLRUCache(MAX_REMEMBERED)  # without arrays
+        self._fetching = self._fetched = 0  # items
+        self.ready()
 
     async def reset_cache(self) -> None:
         self._cache.clear()
         self._decoded.clear()
 
     async def close(self) -> None:
-        """Ends the connections and the threads; a replica that ends needs no more than its process to end."""
+        """Ends the connections and threads. Tests need it; a replica ends with its process."""
         self._pool.shutdown()
         if "_fetcher" in self.__dict__:
             await self._fetcher.close()
 
-    @served
-    async def load(self, source: MediaSource, options: MediaOptions, timeout_s: float) -> Media:
-        """The item; without arrays if it was decoded here before and `decode_again` and `previews` are off.
+    @endpoint
+    async def load(self, source: MediaSource, options: MediaOptions) -> Media:
+        """Returns the decoded item.
 
-        Raises InvalidMedia and its kin, FetchRefused, FetchFailed, StageTimeout; RayError for lost data.
-
-        Cancelling it stops the fetch at once and decoding at the next frame, unless another request waits for
-        the same URL.
+        The arrays are left out if the item was decoded here before and `options` ask for neither the arrays
+        again (`decode_again`) nor previews. Raises InvalidMedia and its subclasses, FetchRefused,
+        FetchFailed; RayError for lost data. Cancelling stops a fetch at once and decoding at the next frame,
+        unless another request waits for the same URL.
         """
-        with log_context(source.param), release_on_error(source.payloads):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    media = await self._load(source, options)
-            except TimeoutError:
-                raise StageTimeout(f"There was no time left to load this {source.modality}.") from None
-            self._done += 1
-            return media
-
-    async def activity(self) -> list[Activity]:
-        return self._activity()
+        if source.kind == "data":
+            return await self._load_data(source, options)
+        key = (source.modality, source.url, options)
+        return await self._by_url.run(key, lambda: self._load_url(source, options))
 
     def _activity(self) -> list[Activity]:
-        cache, pool = self._cache, self._pool
+        http, decoded, pool = self._cache, self._decoded, self._pool
         return [
-            Activity("fetch", 0, self._fetching, self._fetched, cache.hits, cache.misses),
-            Activity("decode", pool.queued, pool.in_flight, self._done, self._hits, self._misses),
+            Activity(f"{self.name}.fetch", 0, self._fetching, self._fetched, http.hits, http.misses),
+            Activity(
+                f"{self.name}.decode",
+                pool.queued,
+                pool.in_flight,
+                self.calls_done,
+                decoded.hits,
+                decoded.misses,
+            ),
         ]
 
-    def _report(self) -> None:
-        report_activity(self._activity())
-        cache = self._cache
-        report_cache(
-            "http",
-            hits=cache.hits,
-            misses=cache.misses,
-            joins=self._by_url.joins,
-            evictions=cache.evictions,
-            num_bytes=cache.bytes,
-        )
-        report_cache(
-            "decoded",
-            hits=self._hits,
-            misses=self._misses,
-            joins=self._by_content.joins,
-            evictions=self._evictions,
-        )
-
-    async def _load(self, source: MediaSource, options: MediaOptions) -> Media:
-        if source.kind == "url":
-            key = (source.modality, source.url, options)
-            return await self._by_url.run(key, lambda: self._load_url(source, options))
-        return await self._load_data(source, options)
+    def _caches(self) -> dict[str, CacheStats]:
+        http, decoded = self._cache, self._decoded
+        return {
+            "http": CacheStats(http.hits, http.misses, http.evictions, self._by_url.joins, http.bytes),
+            "decoded": CacheStats(decoded.hits, decoded.misses, decoded.evictions, self._by_content.joins),
+        }
 
     @cached_property
     def _fetcher(self) -> Fetcher:
-        # Not in __init__: a connection pool belongs to the loop it is made on.
+        # Not made in __init__: a connection pool belongs to the event loop that runs then.
         return Fetcher(
             self._policy,
             max_redirects=self._config.max_redirects,
@@ -203,8 +177,11 @@ class MediaLoader:
         return await self._load_web(source, options, max_bytes)
 
     async def _load_web(self, source: MediaSource, options: MediaOptions, max_bytes: int) -> Media:
-        """From the cache where the host lets it, else fetched, and kept once it proved to be media."""
-        url = self._policy.check_url(source.url)  # what was fetched once is no way around the policy
+        """Takes the body from the HTTP cache if its host allows that, else fetches it;
+
+        keeps only valid media.
+        """
+        url = self._policy.check_url(source.url)  # a cached body must not bypass the policy
         start, asked_at = time.perf_counter(), self._cache.now()
         entry, is_fresh = self._cache.find(url)
         kept = partial(Fetched([entry.body]).body, max_bytes) if entry else None
@@ -219,10 +196,10 @@ class MediaLoader:
         finally:
             self._fetching -= 1
         self._fetched += 1
-        fetch_ms = (time.perf_counter() - start) * 1000
+        current_call().fetch_ms += (time.perf_counter() - start) * 1000
         if entry and kept and fetched.not_modified:
             self._cache.renew(url, entry, fetched.headers, asked_at)
-            return await self._decode(kept, source, options, fetch_ms, cached=True)
+            return await self._decode(kept, source, options, cached=True)
         body = b""
 
         def read() -> bytes:
@@ -230,7 +207,7 @@ class MediaLoader:
             body = fetched.body(max_bytes)
             return body
 
-        media = await self._decode(read, source, options, fetch_ms)
+        media = await self._decode(read, source, options)
         if fetched.cacheable:
             self._cache.store(url, body, fetched.headers, asked_at)
         return media
@@ -246,44 +223,34 @@ class MediaLoader:
         read: Callable[[], bytes],
         source: MediaSource,
         options: MediaOptions,
-        fetch_ms: float = 0.0,
         cached: bool = False,
     ) -> Media:
-        """`read` gives the encoded bytes, in the pool's thread as well."""
-        (data, name), ms = await self._pool.run(content_digest, read, source.modality, options)
-        known = self._decoded.get(name)
-        if known and not (options.decode_again or options.previews):
-            self._hits += 1
-            self._decoded.move_to_end(name)
-            return replace(known, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
-        self._misses += 1
-        work = partial(self._decode_data, data, name, source.modality, options)
-        media = await self._by_content.run((name, options.previews), work)
-        ms += media.service_ms
-        self._remember(replace(media, payload=None, previews=[]))
+        """Decodes the encoded bytes that `read` returns; `read` also runs in a thread of the pool."""
+        data, digest = await self._pool.run(content_digest, read, source.modality, options)
+        if not (options.decode_again or options.previews) and (known := self._decoded.find(digest)):
+            return replace(known, cached=cached)
+        work = partial(self._decode_data, data, digest, source.modality, options)
+        media = await self._by_content.run((digest, options.previews), work)
+        self._decoded.store(digest, replace(media, payload=None, previews=[]))
+        ms = current_call().service_ms
         logger.info("loaded %s: %d bytes of %s in %.1f ms", source.modality, len(data), media.mime, ms)
-        return replace(media, service_ms=ms, fetch_ms=fetch_ms, cached=cached)
+        return replace(media, cached=cached)
 
-    async def _decode_data(self, data: bytes, name: str, modality: Modality, options: MediaOptions) -> Media:
+    async def _decode_data(
+        self, data: bytes, digest: str, modality: Modality, options: MediaOptions
+    ) -> Media:
         cancelled = threading.Event()
         try:
-            media, ms = await self._pool.run(self._decode_now, data, name, modality, options, cancelled)
+            return await self._pool.run(self._decode_now, data, digest, modality, options, cancelled)
         finally:
             cancelled.set()
-        return replace(media, service_ms=ms)
 
     @traced("decode")
     def _decode_now(
-        self, data: bytes, name: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
+        self, data: bytes, digest: str, modality: Modality, options: MediaOptions, cancelled: threading.Event
     ) -> Media:
-        media, arrays = self._decoder.decode(data, name, modality, options, cancelled)
+        media, arrays = self._decoder.decode(data, digest, modality, options, cancelled)
         return replace(media, payload=pack(arrays))
-
-    def _remember(self, media: Media) -> None:
-        self._decoded[media.digest] = media
-        if len(self._decoded) > MAX_REMEMBERED:
-            self._decoded.popitem(last=False)
-            self._evictions += 1
 
 
 def _read_file(url: str, root: str, max_bytes: int) -> bytes:
@@ -292,7 +259,9 @@ def _read_file(url: str, root: str, max_bytes: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except OSError:
-        raise FetchRefused("The file: URL names a file that this server may not read.") from None
+        raise FetchRefused(
+            "This server may not read the file that the file: URL names. Send the data itself."
+        ) from None
     if len(data) > max_bytes:
-        raise MediaTooLarge(f"The file is over the limit of {max_bytes} bytes.")
+        raise MediaTooLarge(f"The file is larger than the limit of {max_bytes} bytes. Send a smaller one.")
     return data

@@ -14,7 +14,6 @@ from deployments.engine.base import EngineItem, EngineStats
 from deployments.engine.config import EngineConfig
 from deployments.engine.load import load_engine
 from deployments.errors import PromptTooLong, ServingError
-from deployments.runtime.memory import freeze_start_up, release_on_error
 from deployments.runtime.metrics import (
     ENGINE_CAPACITY,
     ENGINE_KV_TOKENS,
@@ -23,13 +22,9 @@ from deployments.runtime.metrics import (
     ENGINE_PROMPT_TOKENS,
     ENGINE_STEPS,
     ENGINE_TOKENS,
-    publish,
-    report_activity,
-    report_cache,
 )
 from deployments.runtime.payload import unpack
-from deployments.runtime.tracing import served_deltas
-from deployments.stages.base import StageConfig, begin
+from deployments.stages.base import CacheStats, Stage, StageConfig, stream_endpoint
 from deployments.types import Activity, Delta, MMFeatures, ModelSpec, Prompt, SamplingParams
 
 logger = logging.getLogger("ray.serve")
@@ -42,51 +37,51 @@ class ModelConfig(StageConfig, EngineConfig):
     )
 
 
-class Model:
+class Model(Stage):
     """Owns the engine, which owns the device."""
 
     def __init__(self, config: ModelConfig) -> None:
-        begin(self, config)
+        super().__init__(config)
         self._engine = load_engine(config.model, config)
-        self._ended: dict[str, set[int]] = {}  # of each request that runs, answers that need no more tokens
-        self._done = 0
-        publish(self._report)
-        freeze_start_up()
+        # For each request in flight, by its key: indices of the answers that need no more tokens.
+        self._ended: dict[str, set[int]] = {}
+        self.ready()
 
-    @served_deltas
+    @stream_endpoint
     async def generate(
         self, prompt: Prompt, features: list[MMFeatures], sampling: SamplingParams, key: str = ""
-    ) -> AsyncGenerator[Delta, None]:
-        """Deltas of the answers; closing the generator ends them, `end` one of them by the request's `key`.
+    ) -> AsyncGenerator[Delta]:
+        """Yields the deltas of all answers.
 
-        Raises PromptTooLong, ServingError where the model fails, RayError where features are lost.
+        Closing the generator ends all answers of the request; `end` ends one of them, by the request's `key`.
+        Raises PromptTooLong, Overloaded, ServingError if the model fails, RayError if features are lost.
         """
-        with release_on_error():
-            start = time.perf_counter()
-            length = self._check_length(prompt, features)
-            arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
-            items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
-            logger.info("generating from %d tokens", length)
-            num_tokens, outcomes = 0, [""] * sampling.n
-            ended = self._ended[key] = set()
-            async with aclosing(self._engine.submit(prompt, items, sampling, ended)) as deltas:
-                try:
-                    async for delta in deltas:
-                        num_tokens += len(delta.token_ids)
-                        outcomes[delta.index] = delta.finish_reason or ""
-                        yield delta
-                except ServingError:
-                    outcomes = ["failed"]
-                    raise
-                finally:
-                    self._done += 1
-                    self._ended.pop(key, None)
-                    ms = (time.perf_counter() - start) * 1000
-                    told = ", ".join(outcome or "cancelled" for outcome in outcomes)
-                    logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, told)
+        start = time.perf_counter()
+        length = self._check_length(prompt, features)
+        arrays = await asyncio.gather(*(unpack(item.payload) for item in features))
+        items = [EngineItem(item, unpacked) for item, unpacked in zip(features, arrays, strict=True)]
+        logger.info("generating from %d tokens", length)
+        num_tokens, outcomes = 0, ["cancelled"] * sampling.n
+        ended = self._ended[key] = set()
+        async with aclosing(self._engine.submit(prompt, items, sampling, ended)) as deltas:
+            try:
+                async for delta in deltas:
+                    num_tokens += len(delta.token_ids)
+                    outcomes[delta.index] = delta.finish_reason or outcomes[delta.index]
+                    yield delta
+            except ServingError:
+                outcomes = ["failed"]
+                raise
+            finally:
+                self._ended.pop(key, None)
+                ms = (time.perf_counter() - start) * 1000
+                logger.info("generated %d tokens in %.1f ms: %s", num_tokens, ms, ", ".join(outcomes))
 
     async def end(self, key: str, index: int) -> None:
-        """The answer has reached a stop string, which the model does not see. Not known here: nothing."""
+        """Ends one answer that has reached a stop string, which the model does not see.
+
+        Does nothing if the request is not in this replica.
+        """
         if key in self._ended:
             self._ended[key].add(index)
 
@@ -96,27 +91,39 @@ class Model:
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def activity(self) -> list[Activity]:
-        return self._activity(self._engine.stats())
-
-    def _activity(self, stats: EngineStats) -> list[Activity]:
-        """What waits has not always a place to take: of the cache there may be none left."""
+    def _activity(self) -> list[Activity]:
+        stats = self._engine.stats()
+        # A waiting sequence does not imply a free place: the KV cache may be full.
         room = 0 if stats.waiting else stats.max_num_seqs - stats.running
-        hits, misses = stats.prefix_hit_tokens, stats.prompt_tokens - stats.prefix_hit_tokens
-        return [Activity("model", stats.waiting, stats.running, self._done, hits, misses, room)]
+        prefix = self._caches()["prefix"]
+        return [
+            Activity(
+                self.name,
+                stats.waiting,
+                stats.running,
+                self.calls_done,
+                prefix.hits,
+                prefix.misses,
+                room,
+            )
+        ]
+
+    def _caches(self) -> dict[str, CacheStats]:
+        stats = self._engine.stats()
+        hits = stats.prefix_hit_tokens
+        return {
+            "prefix": CacheStats(hits, stats.prompt_tokens - hits, stats.prefix_evictions),
+            "encoder": CacheStats(
+                stats.encoder_hits,
+                stats.encoder_misses,
+                stats.encoder_evictions,
+                num_bytes=stats.encoder_bytes,
+            ),
+        }
 
     def _report(self) -> None:
+        super()._report()
         stats = self._engine.stats()
-        (activity,) = self._activity(stats)
-        report_activity([activity])
-        report_cache("prefix", hits=activity.hits, misses=activity.misses, evictions=stats.prefix_evictions)
-        report_cache(
-            "encoder",
-            hits=stats.encoder_hits,
-            misses=stats.encoder_misses,
-            evictions=stats.encoder_evictions,
-            num_bytes=stats.encoder_bytes,
-        )
         ENGINE_CAPACITY.set(stats.max_num_seqs)
         ENGINE_KV_TOKENS.set(stats.kv_tokens)
         ENGINE_KV_USED.set(stats.kv_tokens_used)
@@ -126,7 +133,7 @@ class Model:
         ENGINE_PREEMPTIONS.set_total(stats.preemptions)
 
     def check_health(self) -> None:
-        """Called by Serve, which replaces a replica that raises here."""
+        """Raises StageUnavailable if the engine is dead: Serve then replaces this replica."""
         self._engine.check_health()
 
     def _check_length(self, prompt: Prompt, features: list[MMFeatures]) -> int:
@@ -134,6 +141,7 @@ class Model:
         limit = self._engine.spec.max_model_len
         if length >= limit:
             raise PromptTooLong(
-                f"The prompt has {length} tokens; the model's context of {limit} leaves no room to answer."
+                f"The prompt has {length} tokens, and the model's context of {limit} leaves no room for an"
+                " answer. Send less."
             )
         return length

@@ -1,8 +1,8 @@
-"""The tokenizer stage: a conversation becomes token ids with one placeholder for each media item."""
+"""The tokenizer stage: turns a conversation into token ids with one placeholder for each item."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -10,70 +10,66 @@ from pydantic import Field
 
 from deployments.processor.chat_encoder import ChatEncoder
 from deployments.processor.checkpoint import load_prompting
-from deployments.runtime.metrics import publish, report_activity
 from deployments.runtime.pool import WorkPool
-from deployments.runtime.tracing import served, traced
-from deployments.stages.base import StageConfig, begin
+from deployments.runtime.tracing import traced
+from deployments.stages.base import CheckpointConfig, Stage, endpoint, pool_activity
 from deployments.types import Activity, Affixes, Chat, Prompt, Text, TokenizerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class TokenizerConfig(StageConfig):
-    model: str = "tiny-omni"  # name of a bundled checkpoint, folder, or hub id
-    chat_template: str = ""  # a file; empty: the checkpoint's own
-    threads: int = Field(default=1, ge=1)
-    niceness: int = Field(default=0, ge=0, le=19)  # text is the fast lane: it does not step back
+class TokenizerConfig(CheckpointConfig):
+    threads: int = Field(default=1, ge=1, description="Prompts that a replica encodes at once.")
+    niceness: int = Field(
+        default=0,
+        ge=0,
+        le=19,
+        description="Scheduling priority of these threads, from 0 (normal) to 19 (lowest). Text must not wait"
+        " for media, so the default is 0.",
+    )
 
 
-class Tokenizer:
-    """Renders the checkpoint's chat template and encodes it."""
+class Tokenizer(Stage):
+    """Renders the checkpoint's chat template and encodes the result."""
 
     def __init__(self, config: TokenizerConfig) -> None:
-        begin(self, config)
+        super().__init__(config)
         self._pool = WorkPool(config.threads, config.niceness)
-        # Fast tokenizers must not be used from several threads at once: each call borrows one.
+        # A fast tokenizer must not be used from several threads at once, so each job borrows one.
         self._idle: SimpleQueue[ChatEncoder] = SimpleQueue()
         for _ in range(config.threads):
             encoder = ChatEncoder(load_prompting(config.model, config.chat_template))
             self._idle.put(encoder)
         self._spec = encoder.spec
-        self._done = 0
-        publish(lambda: report_activity(self._activity()))
+        self.ready()
 
-    @served
-    async def encode(self, chat: Chat, affixes: list[Affixes] | None = None) -> Prompt:
-        """The ids of `processor.apply_chat_template(tokenize=True)`, before it expands the placeholders.
+    @endpoint
+    async def encode(self, chat: Chat, affixes: Sequence[Affixes] = ()) -> Prompt:
+        """Returns the ids of `processor.apply_chat_template(tokenize=True)` with unexpanded placeholders.
 
-        `affixes`: of each item, in their order; none where all are empty. Raises InvalidRequest where the
-        template refuses the conversation, with the template's words.
+        `affixes`: one pair for each item in order; empty if all are empty. Raises InvalidRequest, with the
+        template's own message, if the template refuses the conversation.
         """
-        prompt, ms = await self._pool.run(self._borrow, ChatEncoder.encode, chat, affixes or [])
-        self._done += 1
-        return Prompt(prompt.token_ids, prompt.placeholders, service_ms=ms)
+        return await self._pool.run(self._borrow, ChatEncoder.encode, chat, affixes)
 
-    @served
+    @endpoint
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
-        """The ids of a bare text, in which the names of control tokens mean those tokens."""
-        token_ids, ms = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
-        self._done += 1
-        return Prompt(token_ids, [], service_ms=ms)
+        """Returns the ids of a plain text, in which the names of control tokens mean these tokens."""
+        token_ids = await self._pool.run(self._borrow, ChatEncoder.encode_text, text, add_special_tokens)
+        return Prompt(token_ids, [])
 
-    @served
+    @endpoint
     async def decode(self, token_ids: list[int]) -> Text:
-        """The text with its control tokens. Raises InvalidRequest for an id that is no token."""
-        (text, tokens), ms = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
-        return Text(text, tokens, service_ms=ms)
+        """Returns the text, control tokens included. Raises InvalidRequest for an id that is not a token."""
+        text, tokens = await self._pool.run(self._borrow, ChatEncoder.decode, token_ids)
+        return Text(text, tokens)
 
     async def describe(self) -> TokenizerSpec:
         return self._spec
 
-    async def activity(self) -> list[Activity]:
-        return self._activity()
-
     def _activity(self) -> list[Activity]:
-        return [Activity("tokenize", self._pool.queued, self._pool.in_flight, self._done)]
+        return pool_activity(self, self._pool)
 
     @traced("tokenize")
     def _borrow(

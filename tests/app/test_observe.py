@@ -1,4 +1,4 @@
-"""What the ingress counts of requests and calls."""
+"""Counts of requests and calls in the ingress."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app import observe
-from app.observe import GENERATES, RequestTimes, calling
+from app.http import gate
+from app.http.request_times import RequestTimes
+from app.observe import GENERATES, ObservedCall, Traffic
+from app.stages import Timing
 from deployments.errors import InvalidMedia
 from deployments.runtime.metrics import (
     CALL_CANCELLATIONS,
     CALL_ERRORS,
+    CALL_QUEUE,
+    CALL_SERVICE,
     CALLS_OPEN,
     FIRST_TOKEN,
     INTER_TOKEN,
     PREPARING,
     REQUEST_SECONDS,
+    Histogram,
 )
 from deployments.types import Delta
 
@@ -32,8 +37,12 @@ MORE = {"type": "http.response.body", "body": b"x", "more_body": True}
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-async def outcome(app: App, path: str = GENERATES) -> list[str]:
-    """How requests to the app ended, as counted."""
+def count(histogram: Histogram) -> int:
+    return int(sum(s.value for s in histogram.samples() if ("le", "+Inf") in s.tags))
+
+
+async def outcome(app: App, path: str = GENERATES, traffic: Traffic | None = None) -> list[str]:
+    """Returns the outcomes that were counted for requests to the app."""
 
     def counts() -> dict[str, int]:
         samples = [s for s in REQUEST_SECONDS.samples() if ("le", "+Inf") in s.tags]
@@ -43,7 +52,7 @@ async def outcome(app: App, path: str = GENERATES) -> list[str]:
 
     before = counts()
     with contextlib.suppress(ZeroDivisionError, asyncio.CancelledError):
-        await RequestTimes(app)({"type": "http", "path": path}, None, send)  # type: ignore[arg-type]
+        await RequestTimes(app, traffic or Traffic())({"type": "http", "path": path}, None, send)  # type: ignore[arg-type]
     return [name for name, count in counts().items() if count > before.get(name, 0)]
 
 
@@ -73,7 +82,7 @@ async def test_a_bug_is_a_500() -> None:
     assert await outcome(fails) == ["500"]
 
 
-async def test_who_leaves_has_cancelled() -> None:
+async def test_a_client_that_leaves_has_cancelled() -> None:
     async def is_cancelled(*_: object) -> None:
         raise asyncio.CancelledError
 
@@ -86,28 +95,65 @@ async def test_who_leaves_has_cancelled() -> None:
 
 
 @pytest.mark.parametrize(("path", "counts"), [(GENERATES, 1), (f"{GENERATES}/render", 0)])
-async def test_only_what_goes_to_the_model_can_starve_it(path: str, counts: int) -> None:
-    inside: list[tuple[float, float]] = []
+async def test_only_requests_that_will_generate_can_starve_the_model(path: str, counts: int) -> None:
+    traffic, inside = Traffic(), []
 
     async def calls(*_: object) -> None:
-        with calling("MediaLoader", "image"):
-            inside.append((CALLS_OPEN.value("MediaLoader", "image"), PREPARING.value("load")))
+        with ObservedCall(traffic, "MediaLoader", "image"):
+            inside.append((traffic.calls_to("MediaLoader"), traffic.preparing["MediaLoader"]))
+            traffic.report()
+            gauges = CALLS_OPEN.value("MediaLoader", "image"), PREPARING.value("MediaLoader")
+            assert gauges == (1, counts)
 
-    await outcome(calls, path)
+    await outcome(calls, path, traffic)
     assert inside == [(1, counts)]
-    assert (CALLS_OPEN.value("MediaLoader", "image"), PREPARING.value("load")) == (0, 0)
+    assert (traffic.calls_to("MediaLoader"), traffic.preparing["MediaLoader"]) == (0, 0)
+    traffic.report()
+    assert (CALLS_OPEN.value("MediaLoader", "image"), PREPARING.value("MediaLoader")) == (0, 0)
 
 
-def test_a_call_fails_by_the_class_of_its_error() -> None:
+async def test_a_call_of_the_model_is_not_preparation() -> None:
+    traffic = Traffic()
+
+    async def calls(*_: object) -> None:
+        with ObservedCall(traffic, "Model", "text"):
+            assert (traffic.calls_to("Model"), traffic.preparing["Model"]) == (1, 0)
+
+    await outcome(calls, traffic=traffic)
+
+
+def test_a_body_is_preparation_while_it_is_read() -> None:
+    traffic = Traffic()
+    token = observe.CURRENT_REQUEST.set(observe.CurrentRequest(traffic, GENERATES, 0.0))
+    try:
+        with observe.intake():
+            assert (traffic.preparing["Ingress"], traffic.bodies_read) == (1, 0)
+        assert (traffic.preparing["Ingress"], traffic.bodies_read) == (0, 1)
+        with pytest.raises(InvalidMedia), observe.intake():
+            raise InvalidMedia("broken")
+        assert (traffic.preparing["Ingress"], traffic.bodies_read) == (0, 1)
+    finally:
+        observe.CURRENT_REQUEST.reset(token)
+
+
+def test_a_call_records_its_times() -> None:
+    before = count(CALL_QUEUE), CALL_SERVICE.value("Tokenizer", "text")
+    with ObservedCall(Traffic(), "Tokenizer", "text") as call:
+        call.timing = Timing(start=0, queue=1, service=2000, fetch=1000)
+    assert count(CALL_QUEUE) == before[0] + 1
+    assert CALL_SERVICE.value("Tokenizer", "text") == pytest.approx(before[1] + 3)
+
+
+def test_a_failed_call_is_counted_by_the_class_of_its_error() -> None:
     before = CALL_ERRORS.value("MediaLoader", "image", "InvalidMedia")
-    with pytest.raises(InvalidMedia), calling("MediaLoader", "image"):
+    with pytest.raises(InvalidMedia), ObservedCall(Traffic(), "MediaLoader", "image"):
         raise InvalidMedia("broken")
     assert CALL_ERRORS.value("MediaLoader", "image", "InvalidMedia") == before + 1
 
 
-def test_a_cancelled_call_is_no_error() -> None:
+def test_a_cancelled_call_is_not_an_error() -> None:
     before = CALL_CANCELLATIONS.value("Model", "text")
-    with pytest.raises(asyncio.CancelledError), calling("Model", "text"):
+    with pytest.raises(asyncio.CancelledError), ObservedCall(Traffic(), "Model", "text"):
         raise asyncio.CancelledError
     assert CALL_CANCELLATIONS.value("Model", "text") == before + 1
 
@@ -116,15 +162,15 @@ async def test_tokens_that_come_together_share_the_time() -> None:
     async def answers(_: object, __: object, send: Any) -> None:
         times = observe.TokenTimes()
         for token_ids in ([1], [2, 3, 4], []):
-            times.saw(Delta(token_ids))
+            times.observe(Delta(token_ids))
 
-    first, between = FIRST_TOKEN.count(), INTER_TOKEN.count()
+    first, between = count(FIRST_TOKEN), count(INTER_TOKEN)
     await outcome(answers)
-    assert (FIRST_TOKEN.count() - first, INTER_TOKEN.count() - between) == (1, 3)
+    assert (count(FIRST_TOKEN) - first, count(INTER_TOKEN) - between) == (1, 3)
 
 
-async def test_a_request_counts_from_its_head_on() -> None:
-    """Also what it waited before the application was asked."""
+async def test_the_time_of_a_request_starts_with_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait before the application is called is included."""
 
     async def app(scope: object, receive: object, send: Any) -> None:
         await send(START)
@@ -132,8 +178,8 @@ async def test_a_request_counts_from_its_head_on() -> None:
 
     async def send(_: object) -> None: ...
 
-    waited = SimpleNamespace(arrival=time.perf_counter() - 100)
+    monkeypatch.setattr(gate, "arrival", lambda scope: time.perf_counter() - 100)
     before = REQUEST_SECONDS.value(GENERATES, "200")
-    scope = {"type": "http", "path": GENERATES, "headrace.gate": waited}
-    await RequestTimes(app)(scope, None, send)  # type: ignore[arg-type]
+    scope = {"type": "http", "path": GENERATES}
+    await RequestTimes(app, Traffic())(scope, None, send)  # type: ignore[arg-type]
     assert REQUEST_SECONDS.value(GENERATES, "200") - before >= 100

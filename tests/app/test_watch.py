@@ -1,91 +1,79 @@
-"""Who is at what, and who keeps the engine waiting. Stages answer here as replicas do."""
+"""GET /stages: the activity of all stages, and the stage that keeps the engine waiting."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
-import pytest
-
+from app.observe import Traffic
 from app.watch import Watch
-from deployments.runtime.metrics import CALLS_OPEN, PREPARING, STARVATION
+from deployments.runtime.metrics import STARVATION
 from deployments.types import Activity
 
-STEPS = ("intake", "tokenize", "load", "embeddings", "preprocess")
 
+class WatchedStage:
+    """Replicas that answer at once; without replicas it is a stage that does not answer."""
 
-class Handle:
-    """Replicas that answer at once, or never."""
-
-    def __init__(self, *replicas: list[Activity] | None) -> None:
-        self.replicas = replicas
+    def __init__(self, name: str, *replicas: list[Activity], parts: Sequence[str] = ()) -> None:
+        self.name = name
+        self.parts = parts or (name,)
+        self.replicas = list(replicas)
         self.asked = 0
 
-    def broadcast(self, method: str) -> Any:
-        assert method == "activity"
-        return self
-
-    async def results_async(self) -> list[list[Activity]]:
+    async def activity(self, timeout_s: float) -> list[list[Activity]]:
+        assert timeout_s <= 1
         self.asked += 1
-        if None in self.replicas:
-            await asyncio.Event().wait()
-        return [each for each in self.replicas if each is not None]
+        await asyncio.sleep(0)
+        return self.replicas
 
 
-def model(room: int) -> Handle:
-    return Handle([Activity("model", 0, 1, 0, room=room)])
+def model(room: int) -> WatchedStage:
+    return WatchedStage("Model", [Activity("Model", 0, 1, 0, room=room)])
 
 
-def loader(fetching: int, decoding: int) -> Handle:
-    return Handle([Activity("fetch", 0, fetching, 0), Activity("decode", decoding, 0, 0)])
+def loader(fetching: int, decoding: int) -> WatchedStage:
+    fetch, decode = "MediaLoader.fetch", "MediaLoader.decode"
+    activity = [Activity(fetch, 0, fetching, 0), Activity(decode, decoding, 0, 0)]
+    return WatchedStage("MediaLoader", activity, parts=(fetch, decode))
 
 
-@pytest.fixture(autouse=True)
-def nothing_waits() -> Iterator[None]:
-    yield
-    for step in STEPS:
-        PREPARING.set(0, step)
+def traffic(**preparing: int) -> Traffic:
+    made = Traffic()
+    made.preparing.update(preparing)
+    return made
 
 
-async def test_seconds_go_to_what_is_waited_for_by_share() -> None:
-    watch = Watch({"MediaLoader": loader(0, 2), "Model": model(room=3)})
-    PREPARING.set(3, "preprocess")
-    PREPARING.set(1, "load")
-    before = STARVATION.value("preprocess")
-    assert await watch._starved(2.0) == {"preprocess": 1.5, "decode": 0.5}
-    assert STARVATION.value("preprocess") == before + 1.5
+async def test_starved_seconds_are_divided_by_the_number_of_waiting_calls() -> None:
+    watch = Watch([loader(0, 2), model(room=3)], traffic(MMPreprocessor=3, MediaLoader=1))
+    before = STARVATION.value("MMPreprocessor")
+    assert await watch.measure_starvation(2.0) == {"MMPreprocessor": 1.5, "MediaLoader.decode": 0.5}
+    assert STARVATION.value("MMPreprocessor") == before + 1.5
 
 
-async def test_loading_is_fetching_or_decoding_as_the_loader_says() -> None:
-    watch = Watch({"MediaLoader": loader(3, 1), "Model": model(room=3)})
-    PREPARING.set(8, "load")
-    assert await watch._starved(1.0) == {"fetch": 0.75, "decode": 0.25}
+async def test_waiting_for_the_loader_is_divided_into_fetching_and_decoding() -> None:
+    watch = Watch([loader(3, 1), model(room=3)], traffic(MediaLoader=8))
+    assert await watch.measure_starvation(1.0) == {"MediaLoader.fetch": 0.75, "MediaLoader.decode": 0.25}
 
 
 async def test_a_full_engine_does_not_starve() -> None:
-    watch = Watch({"Model": model(room=0)})
-    PREPARING.set(3, "preprocess")
-    assert await watch._starved(1.0) == {}
+    watch = Watch([model(room=0)], traffic(MMPreprocessor=3))
+    assert await watch.measure_starvation(1.0) == {}
 
 
-async def test_nobody_is_asked_when_nobody_waits() -> None:
+async def test_the_model_is_not_asked_while_no_request_waits() -> None:
     engine = model(room=3)
-    assert await Watch({"Model": engine})._starved(1.0) == {}
+    assert await Watch([engine], Traffic()).measure_starvation(1.0) == {}
     assert engine.asked == 0
 
 
-async def test_replicas_count_together_and_who_waits_for_them_here_waits_too() -> None:
-    CALLS_OPEN.set(7, "MMPreprocessor", "image")
-    try:
-        stage = Handle(*([Activity("preprocess", 1, 1, 10, 3, 1)] for _ in range(2)))
-        told = (await Watch({"MMPreprocessor": stage}).told())["stages"]
-    finally:
-        CALLS_OPEN.set(0, "MMPreprocessor", "image")
-    intake, preprocess = told
-    assert intake["name"] == "intake"
-    assert preprocess == {
-        "name": "preprocess",
+async def test_replicas_are_summed_and_calls_on_their_way_count_as_queued() -> None:
+    calls = Traffic()
+    calls.open_calls["MMPreprocessor", "image"] = 7
+    stage = WatchedStage("MMPreprocessor", *([Activity("MMPreprocessor", 1, 1, 10, 3, 1)] for _ in range(2)))
+    intake, preprocessor = (await Watch([stage], calls).snapshot())["stages"]
+    assert intake["name"] == "Ingress"
+    assert preprocessor == {
+        "name": "MMPreprocessor",
         "queued": 5,
         "in_flight": 2,
         "rate_per_s": 0.0,
@@ -93,24 +81,37 @@ async def test_replicas_count_together_and_who_waits_for_them_here_waits_too() -
     }
 
 
-async def test_a_silent_stage_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.watch.PATIENCE_S", 0.01)
-    told = await Watch({"Model": Handle(None)}).told()
-    assert [step["name"] for step in told["stages"]] == ["intake", "Model"]
+async def test_a_silent_stage_is_shown_as_it_was_last_seen() -> None:
+    stage = model(room=2)
+    watch = Watch([stage], Traffic())
+    await watch.snapshot()
+    stage.replicas = []
+    await watch._look()
+    assert [(part["name"], part["in_flight"]) for part in (await watch.snapshot())["stages"]] == [
+        ("Ingress", 0),
+        ("Model", 1),
+    ]
 
 
-async def test_many_who_ask_are_one_question() -> None:
+async def test_a_stage_that_never_answered_has_all_its_parts_at_zero() -> None:
+    silent = WatchedStage("MediaLoader", parts=("MediaLoader.fetch", "MediaLoader.decode"))
+    names = [part["name"] for part in (await Watch([silent], Traffic()).snapshot())["stages"]]
+    assert names == ["Ingress", "MediaLoader.fetch", "MediaLoader.decode"]
+
+
+async def test_many_readers_share_one_look() -> None:
     engine = model(room=3)
-    watch = Watch({"Model": engine})
-    await asyncio.gather(*(watch.told() for _ in range(10)))
-    await watch.told()
+    watch = Watch([engine], Traffic())
+    await asyncio.gather(*(watch.snapshot() for _ in range(10)))
+    await watch.snapshot()
     assert engine.asked == 1
 
 
-async def test_what_starved_lately_is_named() -> None:
-    watch = Watch({})
+async def test_the_stage_that_starved_the_engine_lately_is_named() -> None:
+    watch = Watch([], Traffic())
     assert (watch.starved_by, watch.starvation()) == (None, {})
-    watch._recent += [{"fetch": 1.0}, {"fetch": 0.5, "decode": 0.5}]
-    assert (watch.starved_by, watch.starvation()) == ("fetch", {"fetch": 1.5, "decode": 0.5})
+    watch._recent += [{"MediaLoader.fetch": 1.0}, {"MediaLoader.fetch": 0.5, "MediaLoader.decode": 0.5}]
+    assert watch.starved_by == "MediaLoader.fetch"
+    assert watch.starvation() == {"MediaLoader.fetch": 1.5, "MediaLoader.decode": 0.5}
     watch._recent += [{}] * 10
     assert watch.starved_by is None

@@ -15,6 +15,7 @@ from deployments.errors import ArraysEvicted, UnknownUUID
 from deployments.runtime.payload import unpack
 from deployments.stages.mm_preprocessor import MMPreprocessor, MMPreprocessorConfig
 from deployments.types import Media, MediaUUID, Modality
+from tests.support.in_process import Direct
 from tests.support.local_graph import LocalGraph
 from tests.support.requests import COMPLETIONS, RENDER, chat, image_part
 from tests.support.tiny_models import DECODER, image, qwen_vl
@@ -25,49 +26,49 @@ CAT = MediaUUID("", Modality.IMAGE, "cat")
 
 
 @pytest.fixture
-def stage() -> MMPreprocessor:
-    return MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), threads=2), DECODER)
+def stage() -> Direct[MMPreprocessor]:
+    return Direct(MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), threads=2), DECODER))
 
 
 def left_out(media: Media) -> Media:
     return replace(media, payload=None)
 
 
-async def test_a_processed_item_needs_no_arrays(stage: MMPreprocessor) -> None:
+async def test_a_processed_item_needs_no_arrays(stage: Direct[MMPreprocessor]) -> None:
     media, _ = image(1)
     with pytest.raises(ArraysEvicted):
-        await stage.process(left_out(media), None, 30)
-    first = await stage.process(media, None, 30)
-    again = await stage.process(left_out(media), None, 30)
+        await stage.process_one(left_out(media))
+    first = await stage.process_one(media)
+    again = await stage.process_one(left_out(media))
     assert (first.cached, again.cached) == (False, True)
-    assert replace(again, cached=False, service_ms=first.service_ms) == first
+    assert replace(again, cached=False) == first
     with pytest.raises(ArraysEvicted):
-        await stage.process(left_out(media), {"max_pixels": 1024}, 30)
+        await stage.process_one(left_out(media), {"max_pixels": 1024})
 
 
 async def test_equal_items_at_once_are_processed_once(
-    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+    stage: Direct[MMPreprocessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processed = 0
-    process = stage._process
+    process = stage.stage._process
 
     def counting(*args: Any) -> Any:
         nonlocal processed
         processed += 1
         return process(*args)
 
-    monkeypatch.setattr(stage, "_process", counting)
+    monkeypatch.setattr(stage.stage, "_process", counting)
     media, _ = image(2)
-    features = await asyncio.gather(*(stage.process(media, None, 30) for _ in range(32)))
+    features = await asyncio.gather(*(stage.process_one(media) for _ in range(32)))
     assert processed == 1
     assert len({each.digest for each in features}) == 1
 
 
-async def test_a_uuid_recalls_the_item_last_sent_with_it(stage: MMPreprocessor) -> None:
-    with pytest.raises(UnknownUUID, match="No image is known by the uuid 'cat'"):
+async def test_a_uuid_recalls_the_item_last_sent_with_it(stage: Direct[MMPreprocessor]) -> None:
+    with pytest.raises(UnknownUUID, match="'cat' does not name a cached image"):
         await stage.recall(CAT)
     for seed in (3, 4):
-        features = await stage.process(replace(image(seed)[0], uuid=CAT), None, 30)
+        features = await stage.process_one(replace(image(seed)[0], uuid=CAT))
     recalled = await stage.recall(CAT)
     assert recalled.features.digest == features.digest
     assert recalled.media.payload is None
@@ -81,11 +82,11 @@ async def test_a_uuid_recalls_the_item_last_sent_with_it(stage: MMPreprocessor) 
 
 
 async def test_a_cache_of_zero_bytes_keeps_nothing() -> None:
-    stage = MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), cache_bytes=0), DECODER)
+    stage = Direct(MMPreprocessor(MMPreprocessorConfig(model=qwen_vl(), cache_bytes=0), DECODER))
     media, _ = image(1)
     assert not (await stage.describe()).caches
-    assert not (await stage.process(media, None, 30)).cached
-    again = await stage.process(media, None, 30)
+    assert not (await stage.process_one(media)).cached
+    again = await stage.process_one(media)
     assert not again.cached
     assert (await unpack(again.payload)).keys() == again.shapes.keys()
 
@@ -123,7 +124,7 @@ async def test_a_cached_item_has_previews_too(api: httpx.AsyncClient) -> None:
 
 async def test_an_item_that_was_evicted_is_decoded_again(api: httpx.AsyncClient, graph: LocalGraph) -> None:
     first = await rendered(api, image_part((9, 9, 9)))
-    await graph.preprocessor.reset_cache.remote()
+    await graph.handles["MMPreprocessor"].reset_cache.remote()
     again = await rendered(api, image_part((9, 9, 9)))
     assert not again["cached"]
     assert again["digest"] == first["digest"]
@@ -135,7 +136,7 @@ async def test_an_item_is_recalled_by_its_uuid_alone(api: httpx.AsyncClient) -> 
     first = await rendered(api, named)
     again = await rendered(api, alone)
     assert again["digest"] == first["digest"]
-    assert again["source"] == {"kind": "name", "bytes": first["source"]["bytes"], "mime": "image/png"}
+    assert again["source"] == {"kind": "uuid", "bytes": first["source"]["bytes"], "mime": "image/png"}
     answers = [
         (await api.post(COMPLETIONS, json=chat(part, "what is this?", max_tokens=8))).json()
         for part in (named, alone)
@@ -148,9 +149,7 @@ async def test_an_item_is_recalled_by_its_uuid_alone(api: httpx.AsyncClient) -> 
         assert refused.json()["error"]["param"] == "messages[0].content[0]"
 
 
-async def test_an_item_in_flight_needs_no_arrays(stage: MMPreprocessor) -> None:
+async def test_an_item_in_flight_needs_no_arrays(stage: Direct[MMPreprocessor]) -> None:
     media, _ = image(5)
-    first, joined = await asyncio.gather(
-        stage.process(media, None, 30), stage.process(left_out(media), None, 30)
-    )
+    first, joined = await asyncio.gather(stage.process_one(media), stage.process_one(left_out(media)))
     assert joined == first

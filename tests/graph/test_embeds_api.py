@@ -11,11 +11,13 @@ import httpx
 import pytest
 import torch
 
-from app.calls import Deadline
 from app.config import AppConfig
-from app.fanout import Pipeline
+from app.fanout import FanOut
+from app.observe import Traffic
 from app.openai.parse_chat import parse_chat
 from app.openai.requests import parse_chat_request
+from app.ray_stages import connect
+from app.stages import Deadline
 from deployments.errors import UnsupportedMedia
 from deployments.processor.checkpoint import load_model
 from deployments.types import Modality
@@ -183,11 +185,12 @@ async def test_embeddings_are_off_by_default(graph: LocalGraph, part: dict[str, 
 
 @pytest.mark.parametrize("kind", ["image_embeds", "prompt_embeds"])
 async def test_a_model_without_embeddings_refuses_them(graph: LocalGraph, kind: str) -> None:
-    stages = (await graph.pipeline())._stages
-    pipeline = Pipeline(replace(stages, limits=replace(stages.limits, hidden_size=None)))
+    stages, _ = await connect(graph.handles, Traffic())
+    spec = replace(stages.model_spec, hidden_size=None)
+    fan_out = FanOut(replace(stages, model_spec=spec))
     parsed = parse_chat(parse_chat_request(chat({kind: "QUJD"})))
-    with pytest.raises(UnsupportedMedia, match=f"takes no {kind}") as caught:
-        await pipeline.prepare(parsed, pipeline.media_options, Deadline(30), 2**20)
+    with pytest.raises(UnsupportedMedia, match=f"does not accept {kind}") as caught:
+        await fan_out.prepare(parsed, fan_out.media_options, Deadline(30), 2**20)
     assert caught.value.param == PLACE
 
 

@@ -69,7 +69,9 @@ def test_a_url_in_many_requests_at_once_is_fetched_once_and_processed_once(pair:
         def all_wait() -> bool:
             with urllib.request.urlopen(f"{pair.url}/stages", timeout=10) as response:
                 stages = {stage["name"]: stage for stage in json.load(response)["stages"]}
-            return bool(stages["fetch"]["in_flight"] + stages["decode"]["queued"] == AT_ONCE)
+            return bool(
+                stages["MediaLoader.fetch"]["in_flight"] + stages["MediaLoader.decode"]["queued"] == AT_ONCE
+            )
 
         async def held(_: web.Request) -> web.Response:
             await asyncio.to_thread(wait_until, all_wait, HELD_S)

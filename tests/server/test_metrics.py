@@ -114,12 +114,12 @@ def test_a_slow_host_starves_the_engine_and_a_full_engine_is_not_starved(own: Se
         for thread in waiting:
             thread.start()
         try:
-            wait_until(lambda: stages(own)["starved_by"] == "fetch", why=lambda: str(stages(own)))
-            assert set(stages(own)["starvation_s"]) == {"fetch"}
+            wait_until(lambda: stages(own)["starved_by"] == "MediaLoader.fetch", why=lambda: str(stages(own)))
+            assert set(stages(own)["starvation_s"]) == {"MediaLoader.fetch"}
             with clients(6, lambda: own.post(COMPLETIONS, chat({"type": "text", "text": "go on"}, **LONG))):
                 wait_until(lambda: stages(own)["starvation_s"] == {}, SLOW_S, lambda: str(stages(own)))
                 now = stages(own)["by_name"]
-                assert now["fetch"]["in_flight"] == 4  # requests still wait in an earlier stage
+                assert now["MediaLoader.fetch"]["in_flight"] == 4  # requests still wait in an earlier stage
                 assert now["model"]["in_flight"] == 2
         finally:
             released.set()
@@ -157,7 +157,7 @@ def test_heavy_images_and_one_replica_that_prepares_them(tmp_path: Path) -> None
         wait_until(lambda: sum(stages(server)["starvation_s"].values()) > 5, 30)
         state = stages(server)
     assert state["starved_by"] == "preprocess", state
-    assert state["starvation_s"]["preprocess"] > 0.7 * sum(state["starvation_s"].values())
+    assert state["starvation_s"]["MMPreprocessor"] > 0.7 * sum(state["starvation_s"].values())
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def die(server: Server) -> None:
     for _ in range(3):
         (pid,) = server.replicas("MMPreprocessor")
         with clients(8, lambda: server.post(COMPLETIONS, chat(noise(), max_tokens=1))):
-            wait_until(lambda: stages(server)["by_name"]["preprocess"]["rate_per_s"] > 0)
+            wait_until(lambda: stages(server)["by_name"]["MMPreprocessor"]["rate_per_s"] > 0)
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: set(server.replicas("MMPreprocessor")) - {pid}, 30)  # noqa: B023
             wait_until(lambda: healthy(server.url), 30)

@@ -1,8 +1,7 @@
-"""The real stages in Serve's local mode, behind the real API, without a cluster or a socket."""
+"""The real stages behind the real API, without a cluster or a socket: in Serve's local mode."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -10,9 +9,12 @@ from ray import serve
 from tokenizers import Tokenizer as FastTokenizer
 
 from app.config import AppConfig
-from app.fanout import Pipeline, Stages
+from app.fanout import FanOut
 from app.http.routes import create_app
 from app.http.settings import ApiSettings
+from app.observe import Traffic
+from app.ray_stages import connect
+from app.watch import Watch
 from deployments.stages.embedding_loader import EmbeddingLoader
 from deployments.stages.media_loader import MediaLoader
 from deployments.stages.mm_preprocessor import MMPreprocessor
@@ -24,33 +26,23 @@ class LocalGraph:
     def __init__(self, config: AppConfig) -> None:
         self.config = config
         self.settings: ApiSettings = config.api
-        self.tokenizer = local(Tokenizer, config.tokenizer)
-        self.media = local(MediaLoader, config.media_loader)
-        self.embeddings = local(EmbeddingLoader, config.embedding_loader)
-        self.preprocessor = local(MMPreprocessor, config.mm_preprocessor, config.media_loader.decoder)
-        self.model = local(Model, config.engine)
-
-    async def pipeline(self, **replaced: Any) -> Pipeline:
-        """Stages by name, e.g. `media=`, may be replaced by others."""
-        text, inputs, limits = await asyncio.gather(
-            self.tokenizer.describe.remote(),
-            self.preprocessor.describe.remote(),
-            self.model.describe.remote(),
-        )
-        handles = {
-            "tokenizer": self.tokenizer,
-            "media": self.media,
-            "embeddings": self.embeddings,
-            "preprocessor": self.preprocessor,
-            "model": self.model,
+        self.handles = {
+            "Tokenizer": local(Tokenizer, config.tokenizer),
+            "MediaLoader": local(MediaLoader, config.media_loader),
+            "EmbeddingLoader": local(EmbeddingLoader, config.embedding_loader),
+            "MMPreprocessor": local(MMPreprocessor, config.mm_preprocessor, config.media_loader.decoder),
+            "Model": local(Model, config.engine),
         }
-        return Pipeline(Stages(**(handles | replaced), text=text, inputs=inputs, limits=limits))
 
     async def client(self, settings: ApiSettings | None = None, **replaced: Any) -> httpx.AsyncClient:
-        text = await self.tokenizer.describe.remote()
+        """`replaced`: handles to use instead, by the name of the stage."""
+        traffic = Traffic()
+        stages, clients = await connect(self.handles | replaced, traffic)
         app = create_app(
-            await self.pipeline(**replaced),
-            FastTokenizer.from_str(text.tokenizer_json),
+            FanOut(stages),
+            Watch(clients, traffic),
+            traffic,
+            FastTokenizer.from_str(stages.tokenizer_spec.tokenizer_json),
             lambda: None,
             settings or self.settings,
         )
@@ -58,6 +50,6 @@ class LocalGraph:
         return httpx.AsyncClient(transport=transport, base_url="http://headrace", timeout=30)
 
 
-def local(cls: type, *args: Any) -> Any:
-    """A handle to the class in local mode."""
+def local(cls: type, *args: object) -> Any:
+    """Returns a handle to the class in local mode."""
     return serve.run(serve.deployment(cls).bind(*args), name=cls.__name__, _local_testing_mode=True)

@@ -301,7 +301,15 @@ def test_the_stages_of_a_server_are_shown_as_they_work(page: Browser) -> None:
     names = page.script(
         "return [...document.querySelectorAll('#stage-list strong')].map((name) => name.textContent)"
     )
-    assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
+    assert names == [
+        "Ingress",
+        "Tokenizer",
+        "MediaLoader.fetch",
+        "MediaLoader.decode",
+        "EmbeddingLoader",
+        "MMPreprocessor",
+        "Model",
+    ]
     page.click("#more summary")
     page.type("#fields", ENDLESS)
     page.type("#text", "go on" + Keys.ENTER)

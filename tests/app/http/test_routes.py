@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 
 from app import __version__
 from app.config import AppConfig
-from app.fanout import Pipeline
+from app.fanout import FanOut
 from deployments.errors import ServingError, StageUnavailable
 from deployments.types import Delta
 from tests.support.local_graph import LocalGraph, local
@@ -155,7 +156,7 @@ async def test_the_other_answers_do_not_wait_until_the_engine_knows_of_it(
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Pipeline, "end", never)
+    monkeypatch.setattr(FanOut, "end", never)
     body = (await api.post(COMPLETIONS, json=request | {"stop": stop})).json()
     assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
 
@@ -165,9 +166,9 @@ async def test_the_engine_spares_what_follows_a_stop_string(
 ) -> None:
     request = chat("hello", n=2, **DREAMING, max_tokens=12)
     first = (await api.post(COMPLETIONS, json=request)).json()["choices"][0]["message"]["content"]
-    before = (await graph.model.stats.remote()).generated_tokens
+    before = (await graph.handles["Model"].stats.remote()).generated_tokens
     body = (await api.post(COMPLETIONS, json=request | {"stop": first[3:6], "max_tokens": 800})).json()
-    generated = (await graph.model.stats.remote()).generated_tokens - before
+    generated = (await graph.handles["Model"].stats.remote()).generated_tokens - before
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] <= generated < body["usage"]["completion_tokens"] + 400
 
@@ -238,7 +239,7 @@ async def test_render_says_what_the_model_would_get(api: httpx.AsyncClient) -> N
     first = body["items"][0]
     assert first["source"]["kind"] == "data"
     assert first["source"]["mime"] == "image/png"
-    assert set(first["timings_ms"]) == {"MediaLoader", "MMPreprocessor"}
+    assert set(first["timings_ms"]) == {"MMPreprocessor"}
     assert "pixel_values" in first["features"]
     assert len({i["digest"] for i in body["items"]}) == 3
 
@@ -370,7 +371,15 @@ async def test_the_stages_report_their_activity(api: httpx.AsyncClient) -> None:
     assert (await api.post("/v1/chat/completions", json=chat(image_part(), max_tokens=1))).status_code == 200
     body = (await api.get("/stages")).json()
     names = [stage["name"] for stage in body["stages"]]
-    assert names == ["intake", "tokenize", "fetch", "decode", "embeddings", "preprocess", "model"]
+    assert names == [
+        "Ingress",
+        "Tokenizer",
+        "MediaLoader.fetch",
+        "MediaLoader.decode",
+        "EmbeddingLoader",
+        "MMPreprocessor",
+        "Model",
+    ]
     assert {(stage["queued"], stage["in_flight"]) for stage in body["stages"]} == {(0, 0)}
     assert (body["starved_by"], body["starvation_s"]) == (None, {})
 
@@ -392,8 +401,11 @@ async def test_wrong_routes_speak_the_same_language(
 class Breaks:
     """A stage that fails at a moment of the test's choice, which no real one does."""
 
-    def __init__(self, after: int, error: Exception) -> None:
-        self._after, self._error = after, error
+    def __init__(self, spec: object, after: int, error: Exception) -> None:
+        self._spec, self._after, self._error = spec, after, error
+
+    async def describe(self) -> object:
+        return self._spec
 
     async def generate(self, *_: object) -> AsyncIterator[Delta]:
         for token_id in range(self._after):
@@ -402,6 +414,11 @@ class Breaks:
 
     async def read(self, *_: object) -> None:
         await asyncio.Event().wait()
+
+
+async def broken(graph: LocalGraph, stage: str, after: int, error: Exception) -> Any:
+    """Returns a handle to a `Breaks` that describes itself as the real stage does."""
+    return local(Breaks, await graph.handles[stage].describe.remote(), after, error)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +432,7 @@ class Breaks:
 async def test_an_error_after_the_stream_began_is_an_event(
     graph: LocalGraph, error: Exception, words: str
 ) -> None:
-    async with await graph.client(model=local(Breaks, 3, error)) as api:
+    async with await graph.client(Model=await broken(graph, "Model", 3, error)) as api:
         response = await api.post(COMPLETIONS, json=chat("hello", stream=True))
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert response.status_code == 200
@@ -424,7 +441,8 @@ async def test_an_error_after_the_stream_began_is_an_event(
 
 
 async def test_an_error_before_the_first_token_has_a_status(graph: LocalGraph) -> None:
-    async with await graph.client(model=local(Breaks, 0, StageUnavailable("The engine has stopped."))) as api:
+    stopped = await broken(graph, "Model", 0, StageUnavailable("The engine has stopped."))
+    async with await graph.client(Model=stopped) as api:
         response = await api.post(COMPLETIONS, json=chat("hello", stream=True))
     assert response.status_code == 503
     assert response.headers["retry-after"]
@@ -433,11 +451,12 @@ async def test_an_error_before_the_first_token_has_a_status(graph: LocalGraph) -
 
 async def test_a_passed_deadline_says_where_the_request_was(graph: LocalGraph) -> None:
     settings = dataclasses.replace(graph.settings, timeout_s=0.3)
-    async with await graph.client(settings, preprocessor=local(Breaks, 0, ServingError(""))) as api:
+    silent = await broken(graph, "MMPreprocessor", 0, ServingError(""))
+    async with await graph.client(settings, MMPreprocessor=silent) as api:
         response = await api.post(COMPLETIONS, json=chat(image_part()))
     assert response.status_code == 504
     assert response.json()["error"]["param"] == "messages[0].content[0]"
-    assert "still in MMPreprocessor when its 0.3 s were over" in response.json()["error"]["message"]
+    assert "still in MMPreprocessor after its 0.3 s" in response.json()["error"]["message"]
 
 
 async def stalls() -> AsyncIterator[bytes]:
@@ -487,7 +506,8 @@ async def test_bodies_beyond_the_limit_in_flight_are_refused_with_a_503(graph: L
 
 
 async def test_text_that_can_not_fit_is_not_even_encoded(graph: LocalGraph) -> None:
-    async with await graph.client(tokenizer=local(Breaks, 0, ServingError("not to be called"))) as api:
+    unused = await broken(graph, "Tokenizer", 0, ServingError("not to be called"))
+    async with await graph.client(Tokenizer=unused) as api:
         response = await api.post(COMPLETIONS, json=chat("hello world " * 50_000))
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"

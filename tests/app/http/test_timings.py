@@ -15,8 +15,9 @@ from aiohttp import web
 from app.config import AppConfig
 from tests.support.cluster import Server, media_server
 from tests.support.local_graph import LocalGraph
+from tests.support.media_files import sound
 from tests.support.paths import SAMPLES
-from tests.support.requests import COMPLETIONS, chat, events, image_part, media
+from tests.support.requests import COMPLETIONS, chat, data_uri, events, image_part, media
 
 HELD_S = 0.5
 ROUNDING_MS = 0.05  # of some forty numbers with three decimals
@@ -72,27 +73,26 @@ async def test_the_last_chunk_has_the_timings(api: httpx.AsyncClient, usage: boo
 
 
 async def test_offsets_are_where_the_stages_began(api: httpx.AsyncClient) -> None:
-    request = chat(image_part((4, 5, 6)), image_part((7, 8, 9)), "what are these?", timings=True)
+    long_sound = media("audio", data_uri("audio/wav", sound(2)))
+    request = chat(image_part((4, 5, 6)), long_sound, "what are these?", timings=True)
     timings = (await api.post(COMPLETIONS, json=request)).json()["timings_ms"]
     begin = timings["intake"] + timings["validate"]
     assert timings["Tokenizer"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
-    for item in timings["items"]:
-        assert item["MediaLoader"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
-        loaded = item["MediaLoader"]["start"] + way(item["MediaLoader"])
-        assert item["MMPreprocessor"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
-        assert item["MediaLoader"]["service"] > 0 < item["MMPreprocessor"]["service"]
-    ends = [
-        stage["start"] + way(stage)
-        for item in timings["items"]
-        for stage in (item["MediaLoader"], item["MMPreprocessor"])
-    ]
+    image, audio = timings["items"]
+    assert image["MMPreprocessor"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+    assert "MediaLoader" not in image  # a short item is decoded by MMPreprocessor
+    assert audio["MediaLoader"]["start"] == pytest.approx(begin, abs=ROUNDING_MS)
+    loaded = audio["MediaLoader"]["start"] + way(audio["MediaLoader"])
+    assert audio["MMPreprocessor"]["start"] == pytest.approx(loaded, abs=ROUNDING_MS)
+    assert audio["MediaLoader"]["service"] > 0 < audio["MMPreprocessor"]["service"]
+    ends = [item["MMPreprocessor"]["start"] + way(item["MMPreprocessor"]) for item in (image, audio)]
     end = max(*ends, timings["Tokenizer"]["start"] + way(timings["Tokenizer"]))
     assert timings["Model"]["start"] == pytest.approx(end + timings["join"], abs=ROUNDING_MS)
     assert [item["param"] for item in timings["items"]] == [
         "messages[0].content[0]",
         "messages[0].content[1]",
     ]
-    assert {item["modality"] for item in timings["items"]} == {"image"}
+    assert [item["modality"] for item in timings["items"]] == ["image", "audio"]
 
 
 async def test_a_recalled_item_has_one_stage(api: httpx.AsyncClient) -> None:

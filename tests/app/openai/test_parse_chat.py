@@ -205,7 +205,7 @@ def test_a_long_string_is_refused_in_a_field_for_short_ones(fields: dict[str, ob
 
 def test_the_bytes_of_all_texts_are_counted() -> None:
     result = parsed(["é", image("https://h/1"), "b"], "cd")
-    assert result.num_text_bytes == 5
+    assert result.chat.num_text_bytes == 5
 
 
 DEFAULTS = MediaOptions(sampling_rate=8000, num_frames=8)
@@ -249,7 +249,7 @@ def test_a_request_may_say_otherwise_than_the_server() -> None:
 def test_names_reach_the_template_and_count_as_text() -> None:
     result = parsed({"role": "user", "name": "Zoë", "content": "hi"}, {"role": "user", "content": "ho"})
     assert [message.get("name") for message in result.chat.messages] == ["Zoë", None]
-    assert result.num_text_bytes == len("Zoë".encode()) + 4
+    assert result.chat.num_text_bytes == len("Zoë".encode()) + 4
 
 
 def test_settings_of_the_processor_travel_with_the_chat() -> None:

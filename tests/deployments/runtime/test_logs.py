@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from deployments.errors import FetchFailed, InvalidMedia, ServingError
-from deployments.runtime.logs import VERBOSE, log_context, set_up_logs
+from deployments.runtime.call_record import begin_call
+from deployments.runtime.logs import VERBOSE, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,10 @@ def test_a_line_names_its_item(caplog: pytest.LogCaptureFixture) -> None:
     error = InvalidMedia("The image is damaged.")
 
     def call() -> None:
-        with log_context("messages[0].content[2]"):
-            logging.getLogger("ray.serve").warning("This looks odd.")
-            raise error
+        begin_call("messages[0].content[2]")
+        logging.getLogger("ray.serve").warning("This looks odd.")
+        error.param = "messages[0].content[2]"
+        raise error
 
     set_up_logs()
     with pytest.raises(InvalidMedia):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from deployments.runtime.memory import clear_frames, collect_soon, release_on_error
+from deployments.types import MediaSource, Modality, Payload
 
 
 class Large:
@@ -34,16 +35,16 @@ def fail(made: list[weakref.ref[Large]]) -> None:
 
 async def test_a_kept_error_keeps_no_variables() -> None:
     made: list[weakref.ref[Large]] = []
-    held = [Large()]
+    source = MediaSource(Modality.IMAGE, "data", payloads=[Payload(1, inline=b"x")])
     error = None
     try:
-        with release_on_error(held):
+        with release_on_error(source, "not releasable"):
             fail(made)
     except ValueError as caught:
         error = caught
     assert error is not None
     assert made[0]() is None
-    assert held == []
+    assert source.payloads == []
 
 
 def test_the_causes_of_a_kept_error_keep_no_variables() -> None:

@@ -93,7 +93,6 @@ def test_a_histogram_is_its_exact_sum_and_a_counter_for_each_bucket(published: P
     counts = {tags["le"]: value for _, value, tags in buckets}
     assert (counts["0.01"], counts["0.02"], counts["0.2"], counts["0.5"]) == (0, 1, 1, 3)
     assert (counts["120"], counts["+Inf"]) == (3, 4)
-    assert histogram.count() == 4
 
     histogram.observe(0.3, "a")
     publisher.push()

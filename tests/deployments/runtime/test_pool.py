@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from ray.serve.context import _RequestContext, _serve_request_context
 
+from deployments.runtime.call_record import begin_call
 from deployments.runtime.pool import WorkPool
 
 
@@ -23,21 +24,24 @@ def start(pool: WorkPool, request_id: str, work: object, *args: object) -> async
     return asyncio.create_task(pool.run(work, *args))  # type: ignore[arg-type]
 
 
-async def test_a_result_comes_with_its_service_time(pool: WorkPool) -> None:
-    result, ms = await pool.run(pow, 2, 5)
-    assert result == 32
-    assert 0 <= ms < 1000
+async def test_the_time_of_each_job_is_added_to_the_call(pool: WorkPool) -> None:
+    record = begin_call("")
+    assert await pool.run(pow, 2, 5) == 32
+    assert 0 < record.service_ms < 1000
+    before = record.service_ms
+    assert await pool.run(pow, 3, 2) == 9
+    assert record.service_ms > before
 
 
 async def test_an_error_of_the_work_is_raised_by_await(pool: WorkPool) -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run(divmod, 1, 0)
-    assert (await pool.run(abs, -1))[0] == 1  # the thread lives
+    assert await pool.run(abs, -1) == 1  # the thread lives
 
 
 async def test_only_the_pools_threads_step_back(pool: WorkPool) -> None:
     here = os.getpriority(os.PRIO_PROCESS, 0)
-    inside, _ = await pool.run(os.getpriority, os.PRIO_PROCESS, 0)
+    inside = await pool.run(os.getpriority, os.PRIO_PROCESS, 0)
     assert inside == 19
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 

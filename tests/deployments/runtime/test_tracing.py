@@ -8,7 +8,7 @@ import contextvars
 import json
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, get_current_span
 
 from deployments.runtime import tracing
+from deployments.types import Delta
 from tests.support.cluster import ServeConfig, Server, free_ports, media_server, wait_until
 from tests.support.collector import Collector, listening
 from tests.support.embeddings import audio_embeds
@@ -48,29 +49,30 @@ class Record:
     num_bytes: int
 
 
-class Stage:
-    @tracing.served
-    async def work(self, num_bytes: int) -> Record:
+async def work(trace: Mapping[str, str] | None) -> None:
+    with tracing.serving("Stage", trace) as set_sizes:
         with tracing.span("part"):
-            return Record(num_bytes)
+            pass
+        set_sizes(Record(3))
 
-    @tracing.served
-    async def wait(self, started: asyncio.Event) -> None:
+
+async def wait(trace: Mapping[str, str] | None, started: asyncio.Event) -> None:
+    with tracing.serving("Stage", trace):
         started.set()
         await asyncio.Event().wait()
 
 
 async def test_without_tracing_a_call_carries_no_context() -> None:
-    with tracing.calling("Stage") as context, tracing.span("item") as span:
-        assert context == {}
+    with tracing.calling("Stage") as trace, tracing.span("item") as span:
+        assert trace is None
         assert not span.is_recording()
-        assert await Stage().work(3, **context) == Record(3)
+        await work(trace)
 
 
-async def test_the_context_travels_as_a_keyword(kept: InMemorySpanExporter) -> None:
-    with tracing.calling("Stage") as context:
-        # Like a call in another process, it does not inherit this context.
-        await contextvars.Context().run(asyncio.ensure_future, Stage().work(3, **context))
+async def test_the_server_continues_the_trace_of_its_caller(kept: InMemorySpanExporter) -> None:
+    with tracing.calling("Stage") as trace:
+        # A call in another process does not inherit this context either.
+        await contextvars.Context().run(asyncio.ensure_future, work(trace))
     part, stage, call = kept.get_finished_spans()
     assert (part.name, stage.name, call.name) == ("part", "Stage", "call Stage")
     assert part.parent == stage.context
@@ -81,14 +83,25 @@ async def test_the_context_travels_as_a_keyword(kept: InMemorySpanExporter) -> N
 
 async def test_a_cancelled_call_has_not_failed(kept: InMemorySpanExporter) -> None:
     started = asyncio.Event()
-    with tracing.calling("Stage") as context:
-        task = asyncio.ensure_future(Stage().wait(started, **context))
+    with tracing.calling("Stage") as trace:
+        task = asyncio.ensure_future(wait(trace, started))
         await started.wait()
         task.cancel()
         await asyncio.wait([task])
     stage, _ = kept.get_finished_spans()
     assert stage.status.status_code is StatusCode.UNSET
     assert stage.attributes == {"stage": "Stage", "cancelled": True}
+
+
+def test_a_stream_has_queue_prefill_and_decode_as_children(kept: InMemorySpanExporter) -> None:
+    with tracing.calling("Model") as trace, tracing.serving_stream("Model", trace) as stream:
+        stream.observe(Delta([1], queue_ms=5, prefill_ms=7))
+        stream.observe(Delta([2, 3]))
+    spans = {span.name: span for span in kept.get_finished_spans()}
+    assert spans["queue"].end_time == spans["prefill"].start_time
+    assert spans["prefill"].end_time == spans["decode"].start_time
+    assert all(spans[name].parent == spans["Model"].context for name in ("queue", "prefill", "decode"))
+    assert spans["Model"].attributes == {"stage": "Model", "num_tokens": 3}
 
 
 def test_a_clients_baggage_is_ignored(
@@ -102,6 +115,7 @@ def test_a_clients_baggage_is_ignored(
     assert get_current_span(context).get_span_context().trace_id == int(trace, 16)
     assert baggage.get_all(context) == {}
     assert caplog.text == ""
+    assert tracing.provider is not None
     tracing.provider.shutdown()
 
 

@@ -16,6 +16,7 @@ from deployments.runtime.payload import unpack
 from deployments.stages import embedding_loader as embeddings
 from deployments.stages.embedding_loader import EmbeddingLoader, EmbeddingLoaderConfig
 from deployments.types import EmbeddingSource, EmbedsForm, MMFeatures, Modality
+from tests.support.in_process import Direct
 from tests.support.paths import ROOT
 from tests.support.tiny_models import in_pieces
 
@@ -41,7 +42,7 @@ async def source_of(
 
 
 async def load(source: EmbeddingSource) -> MMFeatures:
-    return await EmbeddingLoader(EmbeddingLoaderConfig()).load(source, timeout_s=30)
+    return await Direct(EmbeddingLoader(EmbeddingLoaderConfig())).load(source)
 
 
 async def test_loads_a_verified_embedding() -> None:
@@ -52,7 +53,6 @@ async def test_loads_a_verified_embedding() -> None:
     assert (features.modality, features.num_tokens, features.length) == (Modality.IMAGE, 3, 3)
     assert features.replacement == [(7, 3)]
     assert features.shapes == {"image_embeds": ((3, 4), "bfloat16")}
-    assert features.service_ms > 0
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ async def test_the_digest_is_of_all_that_makes_a_difference() -> None:
 
 
 async def test_loads_run_side_by_side_and_results_are_their_own() -> None:
-    loader = EmbeddingLoader(EmbeddingLoaderConfig(threads=2))
+    loader = Direct(EmbeddingLoader(EmbeddingLoaderConfig(threads=2)))
     tensors = [torch.full((n + 1, 4), float(n)) for n in range(8)]
-    loaded = await asyncio.gather(*[loader.load(await source_of(t), timeout_s=30) for t in tensors])
+    loaded = await asyncio.gather(*[loader.load(await source_of(t)) for t in tensors])
     assert [embedding.num_tokens for embedding in loaded] == list(range(1, 9))
     assert len({embedding.digest for embedding in loaded}) == 8
 
@@ -138,17 +138,17 @@ async def test_two_loads_are_in_flight_at_once(monkeypatch: pytest.MonkeyPatch) 
         return load_embeds(*args, **kwargs)
 
     monkeypatch.setattr(embeddings, "load_embeds", meet)
-    loader = EmbeddingLoader(EmbeddingLoaderConfig(threads=2))
+    loader = Direct(EmbeddingLoader(EmbeddingLoaderConfig(threads=2)))
     source = await source_of(torch.zeros(1, 4))
-    await asyncio.gather(loader.load(source, timeout_s=30), loader.load(source, timeout_s=30))
+    await asyncio.gather(loader.load(source), loader.load(source))
 
 
 async def test_a_refusal_keeps_its_type_and_reason() -> None:
-    loader = EmbeddingLoader(EmbeddingLoaderConfig(max_bytes=10_000))
+    loader = Direct(EmbeddingLoader(EmbeddingLoaderConfig(max_bytes=10_000)))
     with pytest.raises(InvalidMedia, match="hidden size is 4; the model's is 5"):
-        await loader.load(await source_of(torch.zeros(1, 4), hidden_size=5), timeout_s=30)
+        await loader.load(await source_of(torch.zeros(1, 4), hidden_size=5))
     with pytest.raises(MediaTooLarge, match="the limit is 10000"):
-        await loader.load(await source_of(torch.zeros(3000, 4)), timeout_s=30)
+        await loader.load(await source_of(torch.zeros(3000, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -158,8 +158,8 @@ async def test_what_is_not_finite_is_refused_where_it_is_checked(dtype: torch.dt
     tensor[1, 2] = value
     with pytest.raises(InvalidMedia, match=r"value at \[1, 2\] is not finite"):
         await load(await source_of(tensor))
-    unchecked = EmbeddingLoader(EmbeddingLoaderConfig(check_finite=False))
-    assert (await unchecked.load(await source_of(tensor), timeout_s=30)).num_tokens == 3
+    unchecked = Direct(EmbeddingLoader(EmbeddingLoaderConfig(check_finite=False)))
+    assert (await unchecked.load(await source_of(tensor))).num_tokens == 3
 
 
 class Stalled:
@@ -178,8 +178,8 @@ class Stalled:
 async def test_a_load_that_takes_too_long_is_a_timeout_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embeddings, "load_embeds", stalled := Stalled())
     with pytest.raises(StageTimeout):
-        await EmbeddingLoader(EmbeddingLoaderConfig()).load(
-            await source_of(torch.zeros(1, 4)), timeout_s=0.05
+        await Direct(EmbeddingLoader(EmbeddingLoaderConfig()), timeout_s=0.05).load(
+            await source_of(torch.zeros(1, 4))
         )
     assert not stalled.begun.is_set() or await asyncio.to_thread(stalled.stopped.wait, 30)
 
@@ -187,7 +187,7 @@ async def test_a_load_that_takes_too_long_is_a_timeout_and_stops(monkeypatch: py
 async def test_a_cancelled_load_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embeddings, "load_embeds", stalled := Stalled())
     source = await source_of(torch.zeros(1, 4))
-    task = asyncio.create_task(EmbeddingLoader(EmbeddingLoaderConfig()).load(source, timeout_s=30))
+    task = asyncio.create_task(Direct(EmbeddingLoader(EmbeddingLoaderConfig())).load(source))
     assert await asyncio.to_thread(stalled.begun.wait, 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -196,7 +196,7 @@ async def test_a_cancelled_load_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_it_says_when_it_is_ready() -> None:
-    await EmbeddingLoader(EmbeddingLoaderConfig()).ready()
+    assert await EmbeddingLoader(EmbeddingLoaderConfig()).describe() is None
 
 
 def test_unknown_settings_are_refused_by_name() -> None:

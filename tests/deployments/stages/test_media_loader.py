@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,12 @@ from pydantic import ValidationError
 from deployments.errors import FetchRefused, InvalidMedia, MediaTooLarge, ServingError, StageTimeout
 from deployments.media import image
 from deployments.media.urls import UrlPolicy
+from deployments.runtime import pool
 from deployments.runtime.payload import pack_pieces, unpack
 from deployments.runtime.single_flight import SingleFlight
 from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
-from deployments.types import Media, MediaOptions, MediaSource, Modality
+from deployments.types import CallHeader, Media, MediaOptions, MediaSource, Modality
+from tests.support.in_process import Direct
 from tests.support.media_files import clip
 from tests.support.media_hosts import SilentHost, answer, raw_serving, serving
 from tests.support.paths import ROOT
@@ -53,13 +56,13 @@ def wav(num_samples: int = 8000, rate: int = 8000) -> bytes:
 
 
 @asynccontextmanager
-async def loading(**config: Any) -> AsyncIterator[MediaLoader]:
+async def loading(timeout_s: float = 30, **config: Any) -> AsyncIterator[Direct[MediaLoader]]:
     with warnings.catch_warnings():  # the loader silences Pillow for its whole process
         loader = MediaLoader(
             MediaLoaderConfig(allowed_private_networks=["127.0.0.0/8"], niceness=0, **config)
         )
         try:
-            yield loader
+            yield Direct(loader, timeout_s)
         finally:
             await loader.close()
 
@@ -76,18 +79,17 @@ def url(modality: Modality, where: str) -> MediaSource:
 async def test_an_image_by_data_uri() -> None:
     content = png()
     async with loading() as loader:
-        media = await loader.load(await data(Modality.IMAGE, content), OPTIONS, 10)
+        media = await loader.load(await data(Modality.IMAGE, content), OPTIONS)
     assert (await unpack(media.payload))["pixels"].tolist() == [[[255, 0, 0]] * 4] * 3
     assert media.info == {"width": 4, "height": 3, "original_width": 4, "original_height": 3}
     assert (media.modality, media.mime, media.num_bytes) == (Modality.IMAGE, "image/png", len(content))
-    assert media.service_ms > 0
     assert not media.cached
 
 
 async def test_audio_is_resampled_to_what_the_processor_asks_for() -> None:
     async with loading() as loader:
         source = await data(Modality.AUDIO, wav())
-        media = await loader.load(source, MediaOptions(sampling_rate=24000), 10)
+        media = await loader.load(source, MediaOptions(sampling_rate=24000))
     assert (await unpack(media.payload))["samples"].shape == (24000,)
     assert media.info["num_samples"] == 24000
     assert media.info["duration_s"] == 1.0
@@ -96,7 +98,7 @@ async def test_audio_is_resampled_to_what_the_processor_asks_for() -> None:
 async def test_video_is_sampled_as_the_processor_asks_for() -> None:
     async with loading() as loader:
         source = await data(Modality.VIDEO, clip(list(range(30))))
-        media = await loader.load(source, MediaOptions(num_frames=3), 10)
+        media = await loader.load(source, MediaOptions(num_frames=3))
     assert (await unpack(media.payload))["frames"].shape == (3, 48, 96, 3)
     assert media.info["frame_indices"] == [0, 14, 29]
     assert media.video_metadata is not None
@@ -106,8 +108,8 @@ async def test_video_is_sampled_as_the_processor_asks_for() -> None:
 async def test_the_same_bytes_by_url_are_the_same_item() -> None:
     content = png()
     async with serving(answer(content, content_type="text/plain")) as host, loading() as loader:
-        fetched = await loader.load(url(Modality.IMAGE, host.url()), OPTIONS, 10)
-        sent = await loader.load(await data(Modality.IMAGE, content), OPTIONS, 10)
+        fetched = await loader.load(url(Modality.IMAGE, host.url()), OPTIONS)
+        sent = await loader.load(await data(Modality.IMAGE, content), OPTIONS)
     assert fetched.digest == sent.digest
     assert fetched.mime == "image/png"
     assert fetched.num_bytes == len(content)
@@ -119,7 +121,7 @@ async def test_the_digest_knows_what_shaped_the_arrays_and_no_more() -> None:
         audio_source = await data(Modality.AUDIO, wav())
 
         async def name(source: MediaSource, options: MediaOptions) -> str:
-            return (await loader.load(source, options, 10)).digest
+            return (await loader.load(source, options)).digest
 
         slow, fast = MediaOptions(sampling_rate=8000), MediaOptions(sampling_rate=16000)
         assert await name(image_source, slow) == await name(image_source, fast)
@@ -132,13 +134,13 @@ async def test_files_below_the_allowed_folder(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     source = url(Modality.IMAGE, f"file://{tmp_path}/a.png")
     async with loading(allowed_local_media_path=str(tmp_path)) as loader:
-        assert (await loader.load(source, OPTIONS, 10)).mime == "image/png"
+        assert (await loader.load(source, OPTIONS)).mime == "image/png"
     async with loading(allowed_local_media_path=str(tmp_path), max_image_bytes=10) as loader:
-        with pytest.raises(MediaTooLarge, match="over the limit of 10 bytes"):
-            await loader.load(source, OPTIONS, 10)
+        with pytest.raises(MediaTooLarge, match="larger than the limit of 10 bytes"):
+            await loader.load(source, OPTIONS)
     async with loading() as loader:
         with pytest.raises(FetchRefused, match="file: URLs are off"):
-            await loader.load(source, OPTIONS, 10)
+            await loader.load(source, OPTIONS)
 
 
 async def test_limits_of_the_config_reach_the_decoders() -> None:
@@ -152,19 +154,19 @@ async def test_limits_of_the_config_reach_the_decoders() -> None:
             (Modality.VIDEO, clip(list(range(10))), "limit of 9 frames"),
         ):
             with pytest.raises(MediaTooLarge, match=message):
-                await loader.load(await data(modality, content), OPTIONS, 10)
+                await loader.load(await data(modality, content), OPTIONS)
 
 
 async def test_undecodable_bytes_from_a_host_that_says_200() -> None:
     async with serving(answer(b"<html>please log in</html>")) as host, loading() as loader:
         with pytest.raises(InvalidMedia, match="It is an HTML page"):
-            await loader.load(url(Modality.IMAGE, host.url()), OPTIONS, 10)
+            await loader.load(url(Modality.IMAGE, host.url()), OPTIONS)
 
 
-async def test_no_time_is_a_timeout_that_names_the_modality() -> None:
-    async with loading() as loader:
-        with pytest.raises(StageTimeout, match="no time left to load this image"):
-            await loader.load(await data(Modality.IMAGE, png()), OPTIONS, 0.0)
+async def test_a_passed_deadline_names_the_stage() -> None:
+    async with loading(timeout_s=0.0) as loader:
+        with pytest.raises(StageTimeout, match="deadline passed in MediaLoader"):
+            await loader.load(await data(Modality.IMAGE, png()), OPTIONS)
 
 
 class Gate:
@@ -184,13 +186,13 @@ async def test_requests_for_one_url_share_one_fetch() -> None:
     gate = Gate(png())
     async with serving(gate.handler) as host, loading() as loader:
         source = url(Modality.IMAGE, host.url())
-        tasks = [asyncio.create_task(loader.load(source, OPTIONS, 10)) for _ in range(20)]
+        tasks = [asyncio.create_task(loader.load(source, OPTIONS)) for _ in range(20)]
         await gate.arrived.wait()
         gate.go.set()
         loaded = await asyncio.gather(*tasks)
         assert len(host.requests) == 1
         assert len({media.digest for media in loaded}) == 1
-        await loader.load(source, OPTIONS, 10)  # nothing said that it may be kept
+        await loader.load(source, OPTIONS)  # nothing said that it may be kept
         assert len(host.requests) == 2
 
 
@@ -198,8 +200,8 @@ async def test_different_options_do_not_share() -> None:
     async with serving(answer(wav())) as host, loading() as loader:
         source = url(Modality.AUDIO, host.url())
         first, second = await asyncio.gather(
-            loader.load(source, MediaOptions(sampling_rate=8000), 10),
-            loader.load(source, MediaOptions(sampling_rate=16000), 10),
+            loader.load(source, MediaOptions(sampling_rate=8000)),
+            loader.load(source, MediaOptions(sampling_rate=16000)),
         )
     assert (first.info["num_samples"], second.info["num_samples"]) == (8000, 16000)
 
@@ -208,10 +210,10 @@ async def test_one_who_leaves_does_not_take_the_others_along() -> None:
     gate = Gate(png())
     async with serving(gate.handler) as host, loading() as loader:
         source = url(Modality.IMAGE, host.url())
-        tasks = [asyncio.create_task(loader.load(source, OPTIONS, 10)) for _ in range(3)]
+        tasks = [asyncio.create_task(loader.load(source, OPTIONS)) for _ in range(3)]
         await gate.arrived.wait()
         with pytest.raises(StageTimeout):
-            await loader.load(source, OPTIONS, 0.01)
+            await Direct(loader.stage, timeout_s=0.01).load(source, OPTIONS)
         tasks[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
@@ -224,7 +226,7 @@ async def test_the_fetch_stops_when_the_last_waiter_leaves() -> None:
     host = SilentHost()
     async with raw_serving(host.talk) as (port, _), loading() as loader:
         source = url(Modality.IMAGE, f"http://127.0.0.1:{port}/")
-        tasks = [asyncio.create_task(loader.load(source, OPTIONS, 10)) for _ in range(2)]
+        tasks = [asyncio.create_task(loader.load(source, OPTIONS)) for _ in range(2)]
         await host.arrived.wait()
         for task in tasks:
             task.cancel()
@@ -242,7 +244,7 @@ async def test_cancelling_tells_the_decoder(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(image, "decode", decode)
     async with loading() as loader:
-        task = asyncio.create_task(loader.load(await data(Modality.IMAGE, png()), OPTIONS, 10))
+        task = asyncio.create_task(loader.load(await data(Modality.IMAGE, png()), OPTIONS))
         assert await asyncio.to_thread(running.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -263,16 +265,19 @@ async def test_decoding_does_not_hold_the_loop_and_waiting_is_not_service(
         assert go.wait(10)
         return decode(*args)
 
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(pool, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(image, "decode", slow)
     async with loading(threads=1) as loader:
         sources = [await data(Modality.IMAGE, png((8, 8), (number, 0, 0))) for number in range(2)]
-        tasks = [asyncio.create_task(loader.load(source, OPTIONS, 10)) for source in sources]
-        assert await asyncio.to_thread(running.wait, 10)  # the loop turns while the only thread is busy
-        await asyncio.sleep(0.2)  # the first runs so long at least, and the second waits for the thread
+        loads = [loader.stage.load(CallHeader(), source, OPTIONS) for source in sources]
+        tasks = [asyncio.create_task(load) for load in loads]
+        assert await asyncio.to_thread(running.wait, 10)  # the loop runs while the only thread is busy
+        clock.now = 0.2  # the first load holds the thread, and the second waits for it
         go.set()
-        first, second = await asyncio.gather(*tasks)
+        times = [(await task).service_ms for task in tasks]
     assert all(name.startswith("work") for name in names)
-    assert first.service_ms >= 200 > second.service_ms
+    assert times == pytest.approx([200.0, 0.0])
 
 
 async def test_one_line_per_item_without_its_content(caplog: pytest.LogCaptureFixture) -> None:
@@ -281,7 +286,7 @@ async def test_one_line_per_item_without_its_content(caplog: pytest.LogCaptureFi
     try:
         with caplog.at_level(logging.INFO, "ray.serve"):
             async with loading() as loader:
-                await loader.load(await data(Modality.IMAGE, png()), OPTIONS, 10)
+                await loader.load(await data(Modality.IMAGE, png()), OPTIONS)
     finally:
         logger.removeHandler(caplog.handler)
     lines = {record.getMessage() for record in caplog.records if record.name == "ray.serve"}
@@ -304,7 +309,10 @@ def test_a_config_that_cannot_be_meant_is_refused_at_start(settings: dict[str, A
 
 
 def test_a_folder_that_is_not_there_is_refused_at_start() -> None:
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="allowed_local_media_path is no folder"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ValueError, match="allowed_local_media_path is not a folder"),
+    ):
         MediaLoader(MediaLoaderConfig(allowed_local_media_path="no/such/folder"))
 
 
@@ -356,17 +364,17 @@ class Site:
         return web.Response(body=self.body, headers=self.headers)
 
 
-async def cached(loader: MediaLoader, where: str, times: int = 2) -> list[bool]:
-    return [(await loader.load(url(Modality.IMAGE, where), OPTIONS, 10)).cached for _ in range(times)]
+async def cached(loader: Direct[MediaLoader], where: str, times: int = 2) -> list[bool]:
+    return [(await loader.load(url(Modality.IMAGE, where), OPTIONS)).cached for _ in range(times)]
 
 
 async def test_what_is_fresh_is_not_fetched_again() -> None:
     site = Site(png(), Cache_Control="max-age=600")
     async with serving(site.handler) as host, loading() as loader:
         source = url(Modality.IMAGE, host.url())
-        first = await loader.load(source, OPTIONS, 10)
+        first = await loader.load(source, OPTIONS)
         other = MediaOptions(background=(0, 0, 0))  # what is kept is what was sent, not the pixels
-        second = await loader.load(url(Modality.IMAGE, host.url() + "#fragment"), other, 10)
+        second = await loader.load(url(Modality.IMAGE, host.url() + "#fragment"), other)
         assert len(host.requests) == 1
     assert (first.cached, second.cached) == (False, True)
     assert second.num_bytes == len(png())
@@ -404,7 +412,7 @@ async def test_what_cannot_be_decoded_is_not_kept() -> None:
     site = Site(b"<html>busy</html>", Cache_Control="max-age=600", ETag='"1"')
     async with serving(site.handler) as host, loading() as loader:
         with pytest.raises(InvalidMedia):
-            await loader.load(url(Modality.IMAGE, host.url()), OPTIONS, 10)
+            await loader.load(url(Modality.IMAGE, host.url()), OPTIONS)
         site.body = png()
         assert await cached(loader, host.url()) == [False, True]
 
@@ -436,7 +444,7 @@ async def test_a_kept_body_meets_the_limit_of_the_modality() -> None:
     async with serving(site.handler) as host, loading(max_audio_bytes=10) as loader:
         await cached(loader, host.url(), 1)
         with pytest.raises(MediaTooLarge, match="over the limit of 10 bytes"):
-            await loader.load(url(Modality.AUDIO, host.url()), OPTIONS, 10)
+            await loader.load(url(Modality.AUDIO, host.url()), OPTIONS)
         assert len(host.requests) == 1
 
 
@@ -450,7 +458,7 @@ async def test_a_fresh_body_is_no_way_around_the_policy() -> None:
     site = Site(png(), Cache_Control="max-age=600")
     async with serving(site.handler) as host, loading() as loader:
         await cached(loader, host.url(), 1)
-        loader._policy = UrlPolicy()
+        loader.stage._policy = UrlPolicy()
         with pytest.raises(FetchRefused, match="a loopback address"):
             await cached(loader, host.url(), 1)
 
@@ -459,11 +467,11 @@ async def test_what_was_decoded_before_comes_without_its_arrays_where_they_are_n
     source = await data(Modality.IMAGE, png())
     known_will_do = replace(OPTIONS, decode_again=False)
     async with loading() as loader:
-        first = await loader.load(source, known_will_do, 10)
-        again = await loader.load(source, known_will_do, 10)
-        wanted = await loader.load(source, OPTIONS, 10)
-        other = await loader.load(source, replace(known_will_do, background=(0, 0, 0)), 10)
-        shown = await loader.load(source, replace(known_will_do, previews=True), 10)
+        first = await loader.load(source, known_will_do)
+        again = await loader.load(source, known_will_do)
+        wanted = await loader.load(source, OPTIONS)
+        other = await loader.load(source, replace(known_will_do, background=(0, 0, 0)))
+        shown = await loader.load(source, replace(known_will_do, previews=True))
     assert again.payload is None
     assert (again.digest, again.info, again.mime) == (first.digest, first.info, first.mime)
     assert not any(media.payload is None for media in (first, wanted, other, shown))
@@ -492,7 +500,7 @@ async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(image, "decode", held)
     source = await data(Modality.IMAGE, png())
     async with loading() as loader:
-        loaded = await asyncio.gather(*(loader.load(source, OPTIONS, 30) for _ in range(callers)))
+        loaded = await asyncio.gather(*(loader.load(source, OPTIONS) for _ in range(callers)))
     assert decoded == 1
     assert len({media.digest for media in loaded}) == 1
 

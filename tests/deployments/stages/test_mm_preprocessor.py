@@ -21,7 +21,17 @@ from deployments.processor.normalization import as_processed
 from deployments.runtime.payload import pack_pieces, unpack
 from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
 from deployments.stages.mm_preprocessor import MMPreprocessor, MMPreprocessorConfig
-from deployments.types import Arrays, Media, MediaOptions, MediaSource, MediaUUID, Modality, Payload
+from deployments.types import (
+    Arrays,
+    CallHeader,
+    Media,
+    MediaOptions,
+    MediaSource,
+    MediaUUID,
+    Modality,
+    Payload,
+)
+from tests.support.in_process import Direct
 from tests.support.tiny_families import FAMILIES
 from tests.support.tiny_models import (
     DECODER,
@@ -42,18 +52,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 
 
 @pytest.fixture(scope="module")
-def stage() -> MMPreprocessor:
-    return MMPreprocessor(MMPreprocessorConfig(threads=2), DECODER)
+def stage() -> Direct[MMPreprocessor]:
+    return Direct(MMPreprocessor(MMPreprocessorConfig(threads=2), DECODER))
 
 
 @pytest.fixture(scope="module")
-def vl_stage() -> MMPreprocessor:
-    return MMPreprocessor(MMPreprocessorConfig(model=qwen_vl()), DECODER)
+def vl_stage() -> Direct[MMPreprocessor]:
+    return Direct(MMPreprocessor(MMPreprocessorConfig(model=qwen_vl()), DECODER))
 
 
-async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor) -> None:
+async def test_an_item_becomes_features_and_a_replacement(stage: Direct[MMPreprocessor]) -> None:
     media, _ = image(1, 64, 64)
-    features = await stage.process(media, None, timeout_s=30)
+    features = await stage.process_one(media)
     image_token = processor(OMNI).image_token_id
     assert (features.modality, features.affixes) == (Modality.IMAGE, ("", ""))
     assert features.replacement == [(image_token, features.num_tokens)]
@@ -64,12 +74,11 @@ async def test_an_item_becomes_features_and_a_replacement(stage: MMPreprocessor)
     shapes = {name: (array.shape, array.dtype.name) for name, array in as_processed(features, arrays).items()}
     assert features.shapes == shapes
     assert shapes["pixel_values"] == ((64, 768), "float32")
-    assert features.service_ms > 0
 
 
-async def test_many_items_at_once_do_not_mix(stage: MMPreprocessor) -> None:
+async def test_many_items_at_once_do_not_mix(stage: Direct[MMPreprocessor]) -> None:
     items = [image(seed, 20 + seed, 60 - seed) for seed in range(12)]
-    results = await asyncio.gather(*(stage.process(media, None, timeout_s=30) for media, _ in items))
+    results = await asyncio.gather(*(stage.process_one(media) for media, _ in items))
     for (media, arrays), features in zip(items, results, strict=True):
         alone = item_processor(OMNI).process([(media, arrays)])[0].features
         np.testing.assert_array_equal((await unpack(features.payload))["pixel_values"], alone["pixel_values"])
@@ -89,16 +98,16 @@ def test_inputs_are_never_written_to(model: str, item: tuple[Media, Arrays]) -> 
         np.testing.assert_array_equal(array, before[name])
 
 
-async def test_a_modality_that_the_model_lacks(vl_stage: MMPreprocessor) -> None:
-    with pytest.raises(UnsupportedMedia, match="does not take audio"):
-        await vl_stage.process(audio(1)[0], None, timeout_s=30)
+async def test_a_modality_that_the_model_lacks(vl_stage: Direct[MMPreprocessor]) -> None:
+    with pytest.raises(UnsupportedMedia, match="does not accept audio"):
+        await vl_stage.process_one(audio(1)[0])
 
 
-async def test_what_the_processor_complains_of_reaches_the_client(stage: MMPreprocessor) -> None:
+async def test_what_the_processor_complains_of_reaches_the_client(stage: Direct[MMPreprocessor]) -> None:
     with pytest.raises(
         InvalidMedia, match="refuses this image: absolute aspect ratio must be smaller than 200"
     ):
-        await stage.process(image(1, height=1, width=300)[0], None, timeout_s=30)
+        await stage.process_one(image(1, height=1, width=300)[0])
 
 
 def test_complaints_carry_no_paths_and_no_reprs() -> None:
@@ -113,9 +122,9 @@ def test_complaints_carry_no_paths_and_no_reprs() -> None:
     assert str(caught.value) == "The model's processor refuses this image: cannot read (...) into (...)."
 
 
-async def test_a_short_sound_is_padded_with_silence(stage: MMPreprocessor) -> None:
+async def test_a_short_sound_is_padded_with_silence(stage: Direct[MMPreprocessor]) -> None:
     media, arrays = audio(1, seconds=0.01)
-    features = await stage.process(media, None, timeout_s=30)
+    features = await stage.process_one(media)
     padded = {"samples": np.pad(arrays["samples"], (0, 4800 - 160))}
     expected = joint_call(OMNI, chat(media), [(media, padded)])
     assert features.num_tokens == (expected["input_ids"] == processor(OMNI).audio_token_id).sum() > 0
@@ -123,14 +132,16 @@ async def test_a_short_sound_is_padded_with_silence(stage: MMPreprocessor) -> No
     np.testing.assert_array_equal(arrays["input_features"], expected["input_features"].numpy())
 
 
-async def test_a_sound_that_would_be_cut_is_refused(stage: MMPreprocessor) -> None:
-    await stage.process(audio(1, seconds=30)[0], None, timeout_s=30)
+async def test_a_sound_that_would_be_cut_is_refused(stage: Direct[MMPreprocessor]) -> None:
+    await stage.process_one(audio(1, seconds=30)[0])
     with pytest.raises(MediaTooLarge, match=r"30\.1 s long; the model takes at most 30 s"):
-        await stage.process(audio(1, seconds=30.1)[0], None, timeout_s=30)
+        await stage.process_one(audio(1, seconds=30.1)[0])
 
 
 @pytest.mark.parametrize(("every", "seconds"), [(5, 0.5), (2, 0.2)])
-async def test_each_video_keeps_its_own_rate(stage: MMPreprocessor, every: int, seconds: float) -> None:
+async def test_each_video_keeps_its_own_rate(
+    stage: Direct[MMPreprocessor], every: int, seconds: float
+) -> None:
     """`seconds` from one frame to the next: a position of time takes several frames."""
     media, _ = video(1, frames=8)
     metadata = {
@@ -138,9 +149,7 @@ async def test_each_video_keeps_its_own_rate(stage: MMPreprocessor, every: int, 
         "total_num_frames": 8 * every,
         "frames_indices": [every * i for i in range(8)],
     }
-    features = await stage.process(
-        replace(media, digest=f"every {every}", video_metadata=metadata), None, timeout_s=30
-    )
+    features = await stage.process_one(replace(media, digest=f"every {every}", video_metadata=metadata))
     arrays = await unpack(features.payload)
     patch = processor(OMNI).video_processor.temporal_patch_size
     np.testing.assert_allclose(arrays["video_second_per_grid"], [patch * seconds])
@@ -160,9 +169,9 @@ def rebuilt(cls: Any) -> Any:
     return cls(*parts, chat_template=own.chat_template)
 
 
-async def test_no_time_left(stage: MMPreprocessor) -> None:
-    with pytest.raises(StageTimeout, match="no time left"):
-        await stage.process(image(1)[0], None, timeout_s=0)
+async def test_no_time_left(stage: Direct[MMPreprocessor]) -> None:
+    with pytest.raises(StageTimeout, match="deadline passed"):
+        await Direct(stage.stage, timeout_s=0).process_one(image(1)[0])
 
 
 def test_plain_text_at_the_edge_of_a_replacement_is_told_apart() -> None:
@@ -191,7 +200,7 @@ def test_times_in_plain_text_between_special_tokens_are_exact() -> None:
     assert processed.features["mm_token_type_ids"].shape == (1, len(processed.token_ids))
 
 
-async def test_the_digest_knows_all_that_shaped_the_features(vl_stage: MMPreprocessor) -> None:
+async def test_the_digest_knows_all_that_shaped_the_features(vl_stage: Direct[MMPreprocessor]) -> None:
     media, other = image(1)[0], replace(image(1)[0], digest="another")
     settings: list[dict[str, int | bool]] = [
         {},
@@ -199,13 +208,13 @@ async def test_the_digest_knows_all_that_shaped_the_features(vl_stage: MMPreproc
         {"max_pixels": 2048},
         {"min_pixels": 1024},
     ]
-    names = [(await vl_stage.process(media, each, 30)).digest for each in settings]
-    names.append((await vl_stage.process(other, None, 30)).digest)
+    names = [(await vl_stage.process_one(media, each)).digest for each in settings]
+    names.append((await vl_stage.process_one(other)).digest)
     assert len(set(names)) == len(names)
-    assert (await vl_stage.process(media, {"do_pan_and_scan": True}, 30)).digest == names[0]
+    assert (await vl_stage.process_one(media, {"do_pan_and_scan": True})).digest == names[0]
 
 
-async def test_description(stage: MMPreprocessor, vl_stage: MMPreprocessor) -> None:
+async def test_description(stage: Direct[MMPreprocessor], vl_stage: Direct[MMPreprocessor]) -> None:
     omni, vl = await stage.describe(), await vl_stage.describe()
     assert omni.modalities == [Modality.IMAGE, Modality.AUDIO, Modality.VIDEO]
     assert omni.options == MediaOptions(sampling_rate=16000, num_frames=8, fps=None)
@@ -234,65 +243,61 @@ async def sent(picture: Image.Image, kind: str = "png") -> MediaSource:
     file = io.BytesIO()
     picture.save(file, kind)
     payload = await pack_pieces([base64.b64encode(file.getvalue())])
-    return MediaSource(
-        Modality.IMAGE, "data", header=f"image/{kind};base64", payloads=[payload], param="there"
-    )
+    return MediaSource(Modality.IMAGE, "data", header=f"image/{kind};base64", payloads=[payload])
 
 
 def noise(size: tuple[int, int] = (64, 48)) -> Image.Image:
     return Image.effect_noise(size, 80).convert("RGB")
 
 
-def fresh(**limits: int) -> MMPreprocessor:
-    return MMPreprocessor(MMPreprocessorConfig(), MediaLoaderConfig(**limits).decoder)
+def fresh(**limits: int) -> Direct[MMPreprocessor]:
+    return Direct(MMPreprocessor(MMPreprocessorConfig(), MediaLoaderConfig(**limits).decoder))
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
 async def test_an_image_read_here_is_what_it_is_by_way_of_the_loader(kind: str) -> None:
     picture, options = noise(), MediaOptions(background=(1, 2, 3))
-    done = await fresh().read(await sent(picture, kind), options, None, None, True, 30)
-    media = await MediaLoader(MediaLoaderConfig()).load(await sent(picture, kind), options, 30)
-    features = await fresh().process(media, None, 30)
-    assert replace(done.features, service_ms=0) == replace(features, service_ms=0)  # with all bits of it
-    assert replace(done.media, service_ms=0) == replace(media, payload=None, service_ms=0)
-    assert min(done.media.service_ms, done.features.service_ms) > 0
+    done = await fresh().read(await sent(picture, kind), options)
+    media = await Direct(MediaLoader(MediaLoaderConfig())).load(await sent(picture, kind), options)
+    features = await fresh().process_one(media)
+    assert done.features == features  # with all bits of it
+    assert done.media == replace(media, payload=None)
 
 
-async def test_an_image_read_before_is_known_by_content_and_by_name(stage: MMPreprocessor) -> None:
+async def test_an_image_read_before_is_known_by_content_and_by_name(stage: Direct[MMPreprocessor]) -> None:
     picture, name = noise(), MediaUUID("", Modality.IMAGE, "read")
-    first = await stage.read(await sent(picture), MediaOptions(), None, name, True, 30)
-    again = await stage.read(await sent(picture), MediaOptions(), None, None, True, 30)
+    first = await stage.read(await sent(picture), MediaOptions(), None, name)
+    again = await stage.read(await sent(picture), MediaOptions())
     assert (first.features.cached, again.features.cached) == (False, True)
     assert (again.features.digest, again.media.digest) == (first.features.digest, first.media.digest)
-    assert again.features.service_ms == 0 < again.media.service_ms  # it was read again, to know it
     assert (await stage.recall(name)).features.digest == first.features.digest
     loaded = Media(Modality.IMAGE, first.media.digest)
-    assert (await stage.process(loaded, None, 30)).cached
+    assert (await stage.process_one(loaded)).cached
 
 
 async def test_images_read_one_after_another_do_not_mix() -> None:
     """They are decoded into the same memory."""
     stage, sources = fresh(), [await sent(noise((64, side)), "jpeg") for side in (64, 48, 64)]
-    done = [await stage.read(source, MediaOptions(), None, None, True, 30) for source in sources]
+    done = [await stage.read(source, MediaOptions()) for source in sources]
     for source, each in zip(sources, done, strict=True):
-        alone = await fresh().read(source, MediaOptions(), None, None, True, 30)
+        alone = await fresh().read(source, MediaOptions())
         assert each.features.payload == alone.features.payload
 
 
 async def test_features_by_reference_are_in_no_message(
-    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+    stage: Direct[MMPreprocessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = Payload(9, ref="in the object store")
     monkeypatch.setattr("deployments.stages.mm_preprocessor.pack", lambda arrays: stored)
     source = await sent(noise((99, 48)))
-    for by_reference in (False, True):
-        done = await stage.read(source, MediaOptions(), None, None, by_reference, 30)
-        assert done.features.payload == (stored if by_reference else None)
+    for in_message in (True, False):
+        done = await stage.read(source, MediaOptions(), None, None, in_message)
+        assert done.features.payload == (None if in_message else stored)
         assert done.features.num_tokens > 0
 
 
 async def test_equal_images_at_once_are_decoded_once(
-    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+    stage: Direct[MMPreprocessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = 0
 
@@ -305,9 +310,7 @@ async def test_equal_images_at_once_are_decoded_once(
     monkeypatch.setattr(images, "decode", counting)
     picture = noise()
     sources = [await sent(picture) for _ in range(8)]
-    done = await asyncio.gather(
-        *(stage.read(source, MediaOptions(), None, None, True, 30) for source in sources)
-    )
+    done = await asyncio.gather(*(stage.read(source, MediaOptions()) for source in sources))
     assert decoded == 1
     assert len({each.features.digest for each in done}) == 1
 
@@ -317,28 +320,25 @@ async def test_equal_images_at_once_are_decoded_once(
     [({"max_image_pixels": 100}, "64x48 pixels"), ({"max_image_bytes": 100}, "limit of 100 bytes")],
 )
 async def test_an_image_read_here_has_the_loaders_limits(limits: dict[str, int], told: str) -> None:
+    header = CallHeader(param="there")
     with pytest.raises(MediaTooLarge, match=told) as caught:
-        await fresh(**limits).read(await sent(noise()), MediaOptions(), None, None, True, 30)
+        await fresh(**limits).stage.read(header, await sent(noise()), MediaOptions())
     assert caught.value.param == "there"
 
 
-async def test_what_is_no_image_and_what_has_no_time(stage: MMPreprocessor) -> None:
+async def test_what_is_no_image_and_what_has_no_time(stage: Direct[MMPreprocessor]) -> None:
     payload = await pack_pieces([b"AAAA"])
     with pytest.raises(UnsupportedMedia, match="no image in a format taken here"):
         await stage.read(
             MediaSource(Modality.IMAGE, "data", header="image/png;base64", payloads=[payload]),
             MediaOptions(),
-            None,
-            None,
-            True,
-            30,
         )
-    with pytest.raises(StageTimeout, match="no time left"):
-        await stage.read(await sent(noise()), MediaOptions(), None, None, True, 0)
+    with pytest.raises(StageTimeout, match="deadline passed"):
+        await Direct(stage.stage, timeout_s=0).read(await sent(noise()), MediaOptions())
 
 
 async def test_cancelling_a_read_stops_the_decoder(
-    stage: MMPreprocessor, monkeypatch: pytest.MonkeyPatch
+    stage: Direct[MMPreprocessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, stopped = threading.Event(), threading.Event()
 
@@ -349,7 +349,7 @@ async def test_cancelling_a_read_stops_the_decoder(
         raise DecodingCancelled
 
     monkeypatch.setattr(images, "decode", held)
-    task = asyncio.create_task(stage.read(await sent(noise()), MediaOptions(), None, None, True, 30))
+    task = asyncio.create_task(stage.read(await sent(noise()), MediaOptions()))
     assert await asyncio.to_thread(begun.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -19,6 +19,7 @@ from deployments.processor.chat_encoder import ChatEncoder
 from deployments.processor.checkpoint import Prompting, load_prompting
 from deployments.stages.tokenizer import Tokenizer, TokenizerConfig
 from deployments.types import Chat, Modality
+from tests.support.in_process import Direct
 from tests.support.paths import ROOT
 from tests.support.tiny_models import (
     MODELS,
@@ -274,7 +275,7 @@ def test_special_tokens_that_the_tokenizer_adds_itself(template: str) -> None:
 
 
 async def test_threads_do_not_disturb_each_other() -> None:
-    stage = Tokenizer(TokenizerConfig(threads=2))
+    stage = Direct(Tokenizer(TokenizerConfig(threads=2)))
     chats = [chat(f"number {i} <|im_end|>" * 20) for i in range(20)]
     prompts = await asyncio.gather(*map(stage.encode, chats))
     assert [prompt.token_ids for prompt in prompts] == [
