@@ -24,7 +24,7 @@ from deployments.types import Modality
 _STAGES = ("tokenizer", "media_loader", "embedding_loader", "mm_preprocessor", "engine")
 _WITH_TEMPLATE = ("tokenizer", "mm_preprocessor")
 _WITH_MODEL = ("tokenizer", "mm_preprocessor", "engine")  # stages that load the checkpoint
-_SET_AT_TOP = ("model", "chat_template", "otlp_endpoint")
+SET_AT_TOP = ("model", "chat_template", "otlp_endpoint")
 
 
 class AppConfig(BaseModel):
@@ -160,7 +160,7 @@ def _section(data: dict[str, Any], stage: str) -> dict[str, Any]:
     section = data.get(stage) or {}  # an empty section of the YAML is None
     if not isinstance(section, dict):
         raise ValueError(f"{stage} must be a mapping of settings")
-    for name in _SET_AT_TOP:
+    for name in SET_AT_TOP:
         if name in section:
             raise ValueError(f"{stage}.{name} cannot be set here; set {name} at the top level")
     return dict(section)

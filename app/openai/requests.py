@@ -123,9 +123,12 @@ class _MediaIO(WireModel):
 
 
 class ImageIO(_MediaIO):
-    image_mode: Literal["RGB"] = "RGB"
+    image_mode: Literal["RGB"] = Field(default="RGB", description="Only `RGB` is supported.")
     rgba_background_color: list[Annotated[int, Field(ge=0, le=255)]] | None = Field(
-        default=None, min_length=3, max_length=3
+        default=None,
+        min_length=3,
+        max_length=3,
+        description="Colour under transparent pixels, `[red, green, blue]`. null: white.",
     )
 
 
@@ -136,9 +139,23 @@ def _refuse_zero(value: float) -> float:
 
 
 class VideoIO(_MediaIO):
-    num_frames: int | None = Field(default=None, ge=-1)  # -1: every frame
-    fps: float | None = Field(default=None, ge=-1, le=1000)  # -1: do not sample by rate
-    max_duration: float | None = Field(default=None, gt=0)  # seconds
+    num_frames: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Most frames of a video that the model sees. -1: all. null: as its processor wants.",
+    )
+    fps: float | None = Field(
+        default=None,
+        ge=-1,
+        le=1000,
+        description="Frames per second of a video that the model sees. -1: no sampling by rate. null: as its"
+        " processor wants.",
+    )
+    max_duration: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds. With `fps`, a longer video gets no more frames than one of this duration.",
+    )
 
     _not_zero = field_validator("num_frames", "fps")(_refuse_zero)
 

@@ -37,39 +37,103 @@ MIB = 2**20
 MAX_REMEMBERED = 10_000  # records of what was decoded before
 
 
+_IMAGE, _AUDIO, _VIDEO = ImageLimits(), AudioLimits(), VideoLimits()
+
+
 class MediaLoaderConfig(StageConfig):
-    threads: int = Field(default=4, ge=1)  # items decoded at once in a replica
-    niceness: int = Field(default=19, ge=0, le=19)
+    threads: int = Field(default=4, ge=1, description="Items that a replica decodes at once.")
+    niceness: int = Field(
+        default=19,
+        ge=0,
+        le=19,
+        description="Scheduling priority of these threads, from 0 (normal) to 19 (lowest).",
+    )
 
-    allowed_media_domains: list[str] = Field(default_factory=list)  # where empty, every public host
+    allowed_media_domains: list[str] = Field(
+        default_factory=list, description="Hosts that media may be fetched from. Empty: every public host."
+    )
     allowed_private_networks: list[str] = Field(
-        default_factory=list
-    )  # CIDRs that may be fetched from although not public
-    allowed_local_media_path: str = ""  # folder below which file: URLs may read; off where empty
-    max_redirects: int = Field(default=5, ge=0)
-    connections_per_host: int = Field(default=8, ge=1)
-    cache_bytes: int = Field(default=256 * MIB, ge=0)  # of fetched bodies in a replica; 0: none are kept
+        default_factory=list,
+        description="Networks (CIDR) that media may be fetched from although they are not public.",
+    )
+    allowed_local_media_path: str = Field(
+        default="", description="Folder below which `file:` URLs may read. Empty: `file:` URLs are refused."
+    )
+    max_redirects: int = Field(
+        default=5, ge=0, description="Redirects of one fetch. Each target is checked like the first URL."
+    )
+    connections_per_host: int = Field(
+        default=8, ge=1, description="Connections of one replica to one media host at a time."
+    )
+    cache_bytes: int = Field(
+        default=256 * MIB,
+        ge=0,
+        description="Fetched media that a replica keeps as long as their hosts allow it, in bytes. 0: none.",
+    )
 
-    max_image_bytes: int = Field(default=256 * MIB, gt=0)  # encoded, as all three of these
-    max_audio_bytes: int = Field(default=25 * MIB, gt=0)
-    max_video_bytes: int = Field(default=256 * MIB, gt=0)
-    image_fetch_timeout_s: float = Field(default=5.0, gt=0)
-    audio_fetch_timeout_s: float = Field(default=10.0, gt=0)
-    video_fetch_timeout_s: float = Field(default=30.0, gt=0)
+    max_image_bytes: int = Field(
+        default=256 * MIB, gt=0, description="Largest encoded size of an image, in bytes."
+    )
+    max_audio_bytes: int = Field(
+        default=25 * MIB, gt=0, description="Largest encoded size of a sound, in bytes."
+    )
+    max_video_bytes: int = Field(
+        default=256 * MIB, gt=0, description="Largest encoded size of a video, in bytes."
+    )
+    image_fetch_timeout_s: float = Field(
+        default=5.0, gt=0, description="Time for fetching an image, in seconds."
+    )
+    audio_fetch_timeout_s: float = Field(
+        default=10.0, gt=0, description="Time for fetching a sound, in seconds."
+    )
+    video_fetch_timeout_s: float = Field(
+        default=30.0, gt=0, description="Time for fetching a video, in seconds."
+    )
 
-    max_image_pixels: int = Field(default=PILLOW_MAX_PIXELS, gt=0, le=PILLOW_MAX_PIXELS)
-    max_image_decoded_bytes: int = Field(default=2048 * MIB, gt=0)
-    max_audio_seconds: float = Field(default=600.0, gt=0)
-    max_audio_decoded_bytes: int = Field(default=256 * MIB, gt=0)
-    max_video_seconds: float = Field(default=3600.0, gt=0)
-    max_video_frames: int = Field(default=500_000, gt=0)  # in the clip, of which the model sees a few
-    max_video_pixels: int = Field(default=2**24, gt=0)  # of one frame
-    max_video_decoded_bytes: int = Field(default=1024 * MIB, gt=0)  # of the frames the model sees
-    video_threads: int = Field(default=1, ge=1)  # of the decoder, for each video
+    max_image_pixels: int = Field(
+        default=_IMAGE.max_pixels,
+        gt=0,
+        le=PILLOW_MAX_PIXELS,
+        description="Largest width times height of an image. It is read from the header before decoding.",
+    )
+    max_image_decoded_bytes: int = Field(
+        default=_IMAGE.max_decoded_bytes,
+        gt=0,
+        description="Largest decoded size of an image, in bytes: 4 for each pixel, 7 for JPEG and TIFF, 9 for"
+        " WebP and ICO, 11 for AVIF and HEIC.",
+    )
+    max_audio_seconds: float = Field(
+        default=_AUDIO.max_seconds, gt=0, description="Longest duration of a sound, in seconds."
+    )
+    max_audio_decoded_bytes: int = Field(
+        default=_AUDIO.max_decoded_bytes,
+        gt=0,
+        description="Largest decoded size of a sound as float32, in bytes, at its own rate or the model's. It"
+        " is checked while decoding.",
+    )
+    max_video_seconds: float = Field(
+        default=_VIDEO.max_seconds, gt=0, description="Longest duration of a video, in seconds."
+    )
+    max_video_frames: int = Field(
+        default=_VIDEO.max_frames,
+        gt=0,
+        description="Most frames in a video file, of which the model sees a few.",
+    )
+    max_video_pixels: int = Field(
+        default=_VIDEO.max_pixels, gt=0, description="Largest width times height of a video frame."
+    )
+    max_video_decoded_bytes: int = Field(
+        default=_VIDEO.max_decoded_bytes,
+        gt=0,
+        description="Largest decoded size of the frames that the model sees, in bytes.",
+    )
+    video_threads: int = Field(
+        default=_VIDEO.threads, ge=1, description="Threads of the video decoder for each video."
+    )
 
     @model_validator(mode="after")
-    def _is_meant(self) -> Self:
-        _ = self.policy  # raises ValueError for what is no network
+    def _check_networks(self) -> Self:
+        _ = self.policy  # raises ValueError for an invalid network
         return self
 
     @property
