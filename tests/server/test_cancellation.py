@@ -69,7 +69,7 @@ def test_a_deadline_that_passes_frees_the_engine(tmp_path: Path) -> None:
     with Server.start(tmp_path, change) as server, server.engine() as stats:
         whole = server.post(COMPLETIONS, chat("go on", n=3, **ENDLESS))
         assert whole.status == 504
-        assert "still in Model when its 2 s were over" in whole.body["error"]["message"]
+        assert "still in Model after its 2 s" in whole.body["error"]["message"]
         stream = urllib.request.Request(
             server.url + COMPLETIONS, json.dumps(chat("go on", stream=True, **ENDLESS)).encode()
         )

@@ -120,7 +120,7 @@ def test_a_slow_host_starves_the_engine_and_a_full_engine_is_not_starved(own: Se
                 wait_until(lambda: stages(own)["starvation_s"] == {}, SLOW_S, lambda: str(stages(own)))
                 now = stages(own)["by_name"]
                 assert now["MediaLoader.fetch"]["in_flight"] == 4  # requests still wait in an earlier stage
-                assert now["model"]["in_flight"] == 2
+                assert now["Model"]["in_flight"] == 2
         finally:
             released.set()
             for thread in waiting:
@@ -156,7 +156,7 @@ def test_heavy_images_and_one_replica_that_prepares_them(tmp_path: Path) -> None
     with Server.start(tmp_path, change) as server, clients(12, ask):
         wait_until(lambda: sum(stages(server)["starvation_s"].values()) > 5, 30)
         state = stages(server)
-    assert state["starved_by"] == "preprocess", state
+    assert state["starved_by"] == "MMPreprocessor", state
     assert state["starvation_s"]["MMPreprocessor"] > 0.7 * sum(state["starvation_s"].values())
 
 

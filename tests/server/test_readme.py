@@ -1,4 +1,4 @@
-"""The examples in README.md, run against a server."""
+"""The examples in README.md and docs/api.md, run against a server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tests.support.cluster import Server
 from tests.support.paths import ROOT
 
 SHOWN = "http://127.0.0.1:8000"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGES = ("README.md", "docs/api.md", "docs/operations.md")
+TEXT = "\n".join((ROOT / page).read_text() for page in PAGES)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str, holds: str = "") -> list[str]:
     found = [text for kind, text in BLOCKS if kind == language and holds in text]
-    assert found, f"README.md has no {language} with {holds!r}"
+    assert found, f"the docs have no {language} with {holds!r}"
     return found
 
 
