@@ -1,4 +1,4 @@
-"""Audio bytes, or the sound track of a video, into mono samples at the rate that the model takes."""
+"""Decodes sounds, or the sound track of a video, into mono samples at the model's rate."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ Samples = npt.NDArray[np.float32]
 
 _BLOCK_SAMPLES = 1 << 18  # of all channels together
 _MAX_CHANNELS = 64
-_LOUDEST = 100.0  # floats may pass full scale a little; what is meant as integers overflows in the model
-_RATES = (1_000, 768_000)  # Hz: what recorders make; a header may say anything
+_LOUDEST = (
+    100.0  # floats may exceed full scale a little; integers stored as floats would overflow in the model
+)
+_RATES = (1_000, 768_000)  # Hz, of real recorders; a header may claim anything
 _NAMES = "WAV, FLAC, MP3, Ogg, Opus, M4A, AAC, WebM, AIFF or AMR"
 
-# What libsndfile reads well; it would also try raw and scientific formats.
+# Formats that libsndfile reads well. It would also try raw and scientific ones.
 _SNDFILE_MIMES = {
     "WAV": "audio/wav",
     "WAVEX": "audio/wav",
@@ -60,7 +62,7 @@ class AudioLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """How a sound is to be decoded."""
+    """Options of decoding one sound."""
 
     sampling_rate: int  # Hz, of the result
     limits: AudioLimits
@@ -70,24 +72,24 @@ class _Decoding:
 def decode(
     data: bytes, sampling_rate: int, limits: AudioLimits, cancelled: threading.Event | None = None
 ) -> Decoded:
-    """{"samples": float32[n]}: mono by mean over the channels, resampled to `sampling_rate` Hz.
+    """Decodes into {"samples": float32[n]}: mono by mean over the channels, at `sampling_rate` Hz.
 
-    `info` has duration_s, original_sampling_rate and original_channels of what was really decoded, whatever
-    the headers say, sampling_rate, and num_samples at that rate. Raises UnsupportedMedia, InvalidMedia
-    (damaged, empty, NaN or infinite samples) and MediaTooLarge, the last as soon as decoding passes a limit.
+    `info` has duration_s, original_sampling_rate and original_channels as decoded, not as the header claims,
+    and sampling_rate and num_samples of the result. Raises UnsupportedMedia, InvalidMedia (damaged, empty,
+    NaN or infinite samples), and MediaTooLarge as soon as decoding passes a limit.
     """
     wanted = _Decoding(sampling_rate, limits, cancelled)
     return _from_sndfile(data, wanted) or _from_ffmpeg(data, wanted)
 
 
 class _Track:
-    """Mixes blocks down to mono and resamples them as they are decoded, under the limits.
+    """Mixes blocks down to mono and resamples them while they are decoded, within the limits.
 
-    Nothing is ever held twice: the result grows in place, where it lies.
+    The result grows in place, so it is never held twice.
     """
 
     def __init__(self, rate: int, wanted: _Decoding) -> None:
-        """`rate` is the file's, in Hz."""
+        """`rate`: the file's, in Hz."""
         if not _RATES[0] <= rate <= _RATES[1]:
             raise InvalidMedia(
                 f"The audio's sampling rate is not between {_RATES[0]} and {_RATES[1]} Hz. Resample it."
@@ -96,13 +98,13 @@ class _Track:
         self._resampler = None
         if rate != wanted.sampling_rate:
             self._resampler = soxr.ResampleStream(rate, wanted.sampling_rate, 1)
-        self._first = np.empty(0, np.float32)  # one sample, once there is one
+        self._first = np.empty(0, np.float32)  # the first sample, as soon as there is one
         self._num_frames = self._num_bytes = 0
         self._samples = bytearray()  # float32
         self.channels = 0
 
     def count(self, num_frames: int, channels: int) -> None:
-        """What is to be added next, before it is converted."""
+        """Counts a block against the limits, before it is converted and added."""
         if not 0 < channels <= _MAX_CHANNELS:
             raise InvalidMedia(f"The audio has more than {_MAX_CHANNELS} channels. Mix it down.")
         self._num_frames += num_frames
@@ -118,14 +120,14 @@ class _Track:
             )
 
     def add(self, block: Samples) -> None:
-        """`block` is (frames, channels), counted."""
+        """Adds a counted block of shape (frames, channels)."""
         check_cancelled(self._wanted.cancelled)
         mono = _mono(block)
         peak = np.abs(mono).max()
         if not np.isfinite(peak):
-            raise InvalidMedia("The audio has samples that are not finite numbers.")
+            raise InvalidMedia("The audio has samples that are NaN or infinite. Convert it to 16-bit WAV.")
         if peak > _LOUDEST:
-            raise InvalidMedia("The audio's samples are far outside of -1 to 1. Scale them.")
+            raise InvalidMedia("The audio's samples are far outside the range -1 to 1. Scale them.")
         if not len(self._first):
             self._first = mono[:1].copy()
         self._append(mono)
@@ -136,7 +138,7 @@ class _Track:
         self._samples += np.ascontiguousarray(mono).data
 
     def decoded(self, mime: str) -> Decoded:
-        """All that was added, which must be something."""
+        """Returns the result. At least one block must have been added."""
         self._append(self._first[:0], last=True)
         samples = np.frombuffer(self._samples, np.float32)
         if not len(samples):  # shorter than one sample of the lower rate
@@ -152,19 +154,19 @@ class _Track:
 
 
 def _mono(block: Samples) -> Samples:
-    """The mean over the channels of (frames, channels)."""
+    """Returns the mean over the channels of a block of shape (frames, channels)."""
     channels = block.shape[1]
-    with np.errstate(over="ignore", invalid="ignore"):  # told by the caller, as not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller reports samples that are not finite
         if channels == 1:
             return block[:, 0]
-        if channels == 2:  # the same numbers: over an axis so short, NumPy's mean takes longer than decoding
+        if channels == 2:  # the same numbers; NumPy's mean over a short axis takes longer than decoding
             return (block[:, 0] + block[:, 1]) / np.float32(2)
         mean: Samples = block.mean(axis=1, dtype=np.float32)
         return mean
 
 
 def _from_sndfile(data: bytes, wanted: _Decoding) -> Decoded | None:
-    """None for what libsndfile does not read: FFmpeg knows more formats, and forgives more."""
+    """Returns None for files that libsndfile does not read: FFmpeg reads more formats, and tolerates more."""
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             mime = _SNDFILE_MIMES.get(file.format)
@@ -172,7 +174,7 @@ def _from_sndfile(data: bytes, wanted: _Decoding) -> Decoded | None:
                 return None
             track = _Track(file.samplerate, wanted)
             while True:
-                # By blocks: the header's number of samples is a claim, and may be 2^63.
+                # By blocks, since the header may claim 2^63 samples.
                 block = file.read(_BLOCK_SAMPLES // file.channels, dtype="float32", always_2d=True)
                 if not len(block):
                     return track.decoded(mime) if track.channels else None
@@ -186,7 +188,7 @@ def _from_ffmpeg(data: bytes, wanted: _Decoding) -> Decoded:
     max_bytes = wanted.limits.max_decoded_bytes
     with open_container(data, Modality.AUDIO, _NAMES, 0, max_bytes) as container:
         if not container.streams.audio:
-            raise InvalidMedia("The file has no sound track.")
+            raise InvalidMedia("The file does not have a sound track. Send a file with sound.")
         track: _Track | None = None
         rate = 0
         for frame in _frames(container, container.streams.audio[0], wanted.cancelled):
@@ -200,12 +202,14 @@ def _from_ffmpeg(data: bytes, wanted: _Decoding) -> Decoded:
                 for block in _blocks(frame):
                     track.add(block)
         if track is None or not track.channels:
-            raise InvalidMedia("The audio is damaged or empty: nothing in it decodes.")
+            raise InvalidMedia(
+                "The audio is damaged or empty: no part of it can be decoded. Convert it, or send another."
+            )
         return track.decoded(container_mime(container, data, Modality.AUDIO))
 
 
 def _frames(container: Any, stream: Any, cancelled: threading.Event | None) -> Iterator[Any]:
-    """Frames that decode; a damaged packet costs its own sound only, as in any player."""
+    """Yields the frames that decode. As in any player, a damaged packet loses only its own sound."""
     for packet in container.demux(stream):
         check_cancelled(cancelled)
         try:
@@ -215,8 +219,8 @@ def _frames(container: Any, stream: Any, cancelled: threading.Event | None) -> I
 
 
 def _blocks(frame: Any) -> Iterator[Samples]:
-    """(frames, channels) in [-1, 1], from packed or planar samples."""
-    # Not frame.to_ndarray(): from eight planes on PyAV 18 reads past the last, into other memory.
+    """Yields blocks of shape (frames, channels) in [-1, 1], from packed or planar samples."""
+    # Not frame.to_ndarray(): with eight or more planes PyAV 18 reads beyond the last, into other memory.
     name, channels = frame.format.name.rstrip("p"), frame.layout.nb_channels
     dtype, zero, scale = _SAMPLE_FORMATS[name]
     planar = frame.format.is_planar
@@ -226,6 +230,6 @@ def _blocks(frame: Any) -> Iterator[Samples]:
     step = max(1, _BLOCK_SAMPLES // channels)  # a packet of PCM may hold the whole file
     for start in range(0, frame.samples, step):
         values = np.concatenate([array[start : start + step] for array in arrays], axis=1)
-        with np.errstate(over="ignore", invalid="ignore"):  # not finite, which is told later
+        with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are reported later
             block: Samples = (values.astype(np.float32) - np.float32(zero)) / np.float32(scale)
         yield block

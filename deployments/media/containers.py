@@ -1,4 +1,6 @@
-"""What the decoders share: their result, cancellation, and FFmpeg kept to the bytes that it was given."""
+"""Shared by the decoders: their result, cancellation, and FFmpeg containers that open nothing but given
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from deployments.media.mkv_elements import ELEMENT_BYTES, described_elements
 from deployments.media.mp4_index import ENTRY_BYTES, promised_samples
 from deployments.types import Arrays, Modality, VideoMetadata
 
-# Containers that carry their content in themselves. Playlists and descriptions (hls, concat, dash, sdp),
-# which make FFmpeg open what they name, are not among them, nor are games' formats that only fuzzers send.
+# Containers that contain their content. Playlists and descriptions (hls, concat, dash, sdp) are excluded,
+# since FFmpeg would open the files and hosts that they name; so are game formats, which only fuzzers send.
 _CONTAINERS = {
     "mov,mp4,m4a,3gp,3g2,mj2": "mp4",
     "matroska,webm": "x-matroska",
@@ -38,13 +40,13 @@ _CONTAINERS = {
 }
 _OPEN_OPTIONS = {
     "format_whitelist": ",".join(_CONTAINERS),
-    "protocol_whitelist": "none",  # no protocol has this name
-    "enable_drefs": "0",  # MOV tracks whose data lie in another file
+    "protocol_whitelist": "none",  # not the name of any protocol
+    "enable_drefs": "0",  # MOV tracks may not refer to other files
 }
 
-_NO_PICTURES = 1  # FFmpeg's `max_pixels` with which it decodes nothing
+_NO_PICTURES = 1  # with this `max_pixels` FFmpeg decodes nothing
 
-# What is often sent in place of media, by its first bytes.
+# Files that are often sent in place of media, by their first bytes.
 _NOT_MEDIA = [
     (b"<!doctype html", "an HTML page"),
     (b"<html", "an HTML page"),
@@ -62,9 +64,10 @@ _NOT_MEDIA = [
 ]
 
 
+_A = {"image": "an image", "audio": "audio", "video": "a video"}
 _IMAGE, _AUDIO, _VIDEO = {Modality.IMAGE}, {Modality.AUDIO}, {Modality.VIDEO}
-# Formats taken here, by what they begin with at an offset, and as what they are taken. If it does not open as
-# that, it is damaged.
+# Supported formats: offset, first bytes, name, and the modalities that accept them. A file that begins like
+# this and does not open is damaged.
 _MEDIA: list[tuple[int, bytes, str, set[Modality]]] = [
     (0, b"\xff\xd8\xff", "a JPEG image", _IMAGE),
     (0, b"\x89png\r\n", "a PNG image", _IMAGE | _VIDEO),
@@ -99,7 +102,7 @@ class Decoded:
 
 
 class DecodingCancelled(Exception):
-    """Nobody waits for the result any more."""
+    """Raised in a decoder whose result is not needed any more."""
 
 
 def check_cancelled(cancelled: threading.Event | None) -> None:
@@ -109,37 +112,41 @@ def check_cancelled(cancelled: threading.Event | None) -> None:
 
 
 def refuse(data: bytes, modality: str, formats: str) -> NoReturn:
-    """Says why bytes do not open: raises InvalidMedia (empty, damaged) or UnsupportedMedia."""
+    """Raises the reason why bytes do not open: InvalidMedia (empty, damaged) or UnsupportedMedia."""
     if not data:
-        raise InvalidMedia(f"The {modality} is empty.")
+        raise InvalidMedia(f"The {modality} is empty. Send the content of a file.")
     head = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     for offset, magic, name, taken_as in _MEDIA:
         if head.startswith(magic, offset):
             if modality not in taken_as:
-                raise UnsupportedMedia(f"This is {name}, which is not taken as {modality}. Send {formats}.")
-            raise InvalidMedia(f"The {modality} is damaged or cut short: it does not open. Send {formats}.")
+                raise UnsupportedMedia(
+                    f"This is {name}, which is not accepted as {modality}. Send {formats}."
+                )
+            raise InvalidMedia(f"The {modality} is damaged or cut short and does not open. Send {formats}.")
     found = next((name for magic, name in _NOT_MEDIA if head.startswith(magic)), None)
     instead = f" It is {found}." if found else ""
-    raise UnsupportedMedia(f"This is no {modality} in a format taken here.{instead} Send {formats}.")
+    raise UnsupportedMedia(f"The data is not {_A[modality]} in a supported format.{instead} Send {formats}.")
 
 
 @contextmanager
 def open_container(
     data: bytes, modality: str, formats: str, max_pixels: int, max_decoded_bytes: int
 ) -> Iterator[Any]:
-    """An `av` input container over the bytes alone: it opens no file, no host and no unlisted format.
+    """Opens an `av` input container over the bytes alone: no other file, host or unlisted format.
 
-    To tell what the tracks hold FFmpeg may decode frames of up to `max_pixels` together. Raises as `refuse`
-    does for what does not open, MediaTooLarge for an index over `max_decoded_bytes`, and InvalidMedia for
-    what FFmpeg stumbles over later.
+    To find out what the tracks contain, FFmpeg may decode frames of up to `max_pixels` in total. Raises the
+    errors of `refuse` if the bytes do not open, MediaTooLarge for an index over `max_decoded_bytes`, and
+    InvalidMedia if FFmpeg fails later.
     """
     index_bytes = promised_samples(data) * ENTRY_BYTES + described_elements(data) * ELEMENT_BYTES
     if index_bytes > max_decoded_bytes:
-        raise MediaTooLarge(f"The {modality}'s index alone is over the limit of {max_decoded_bytes} bytes.")
+        raise MediaTooLarge(
+            f"The {modality}'s index alone is larger than the limit of {max_decoded_bytes} bytes. Cut it."
+        )
     try:
         container = _open(data, _NO_PICTURES)
         tracks = len(container.streams.video)
-        if max_pixels and tracks:  # FFmpeg decodes a frame of each, and holds them all
+        if max_pixels and tracks:  # FFmpeg decodes one frame of each track, and holds them all
             container.close()
             container = _open(data, max_pixels // tracks)
     except _FFMPEG_ERRORS:
@@ -148,7 +155,9 @@ def open_container(
         with container:
             yield container
     except _FFMPEG_ERRORS as error:
-        raise InvalidMedia(f"The {modality} is damaged and cannot be decoded.") from error
+        raise InvalidMedia(
+            f"The {modality} is damaged and cannot be decoded. Convert it, or send another one."
+        ) from error
 
 
 def _open(data: bytes, max_pixels: int) -> Any:
@@ -161,7 +170,7 @@ def _open(data: bytes, max_pixels: int) -> Any:
 
 
 def container_mime(container: Any, data: bytes, modality: str) -> str:
-    """MIME type by content."""
+    """Returns the MIME type by content."""
     if container.format.name == "matroska,webm" and b"webm" in data[:64]:
         return f"{modality}/webm"
     if data[4:12] == b"ftypqt  ":
@@ -169,7 +178,7 @@ def container_mime(container: Any, data: bytes, modality: str) -> str:
     return f"{modality}/{_CONTAINERS[container.format.name]}"
 
 
-# PyAV adds ValueError and OverflowError, where a file's numbers do not fit.
+# PyAV raises ValueError and OverflowError if a file's numbers are out of range.
 _FFMPEG_ERRORS = (av.error.FFmpegError, ValueError, OverflowError)
 
 

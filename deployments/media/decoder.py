@@ -1,4 +1,6 @@
-"""One item's file into arrays: what `MediaLoader` fetched, or `MMPreprocessor` got in the request itself."""
+"""Decodes one item's file into arrays, for `MediaLoader`, or for `MMPreprocessor` if it came with the
+request.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from deployments.media.audio import AudioLimits
 from deployments.media.image import Canvas, ImageLimits
 from deployments.media.previews import previews
 from deployments.media.video import VideoLimits
-from deployments.runtime.hashing import digest
+from deployments.runtime import hashing
 from deployments.types import Arrays, Media, MediaOptions, Modality
 
 
 def content_digest(read: Callable[[], bytes], modality: Modality, options: MediaOptions) -> tuple[bytes, str]:
-    """The encoded bytes, and the digest of all that decides what becomes of them."""
+    """Returns the encoded bytes, and the digest of them and of all options that shape their decoding."""
     shaping: tuple[object, ...]
     match modality:
         case Modality.IMAGE:
@@ -29,18 +31,18 @@ def content_digest(read: Callable[[], bytes], modality: Modality, options: Media
         case Modality.VIDEO:
             shaping = (options.num_frames, options.fps, options.max_duration)
     data = read()
-    return data, digest(modality, data, *map(repr, shaping))
+    return data, hashing.digest(modality, data, *map(repr, shaping))
 
 
 def silence_pillow() -> None:
-    """It would warn on stderr at half of its limit (we have our own) and of damaged files."""
+    """Turns off Pillow's warnings about large images, which our own limits cover, and about damaged files."""
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The limits that an item is held to, whichever stage decodes it."""
+    """Decodes items within limits, which are the same in each stage that decodes."""
 
     image: ImageLimits
     audio: AudioLimits
@@ -50,16 +52,17 @@ class Decoder:
     def decode(
         self,
         data: bytes,
-        name: str,
+        digest: str,
         modality: Modality,
         options: MediaOptions,
         cancelled: threading.Event,
         canvas: Canvas | None = None,
     ) -> tuple[Media, Arrays]:
-        """Returns the item, named by its `content_digest`, and its arrays. The arrays are not packed, and are
-        valid until the next item is decoded on the same canvas.
+        """Returns the item with `digest` (see `content_digest`), and its arrays.
 
-        Raises InvalidMedia and its kin; DecodingCancelled soon after `cancelled` is set.
+        The arrays are valid until the next item is decoded on the same canvas.
+
+        Raises InvalidMedia and its subclasses; DecodingCancelled soon after `cancelled` is set.
         """
         match modality:
             case Modality.IMAGE:
@@ -73,7 +76,7 @@ class Decoder:
         shown = previews(modality, decoded.arrays, options.sampling_rate) if options.previews else []
         media = Media(
             modality=modality,
-            digest=name,
+            digest=digest,
             payload=None,
             info=decoded.info,
             num_bytes=len(data),

@@ -1,4 +1,4 @@
-"""Image bytes into RGB pixels, upright and opaque, as a viewer would show them."""
+"""Decodes images into RGB pixels, upright and opaque, as a viewer would show them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.media.containers import Decoded, check_cancelled, refuse
 from deployments.media.image_parts import check_exif, check_parts
 
-# No EPS, PDF, WMF (they start helpers), SVG, JPEG 2000 or anything that only fuzzers send. With the plugins
-# imported by name Pillow does not import all it has at the first unknown file.
+# Not EPS, PDF and WMF, which start helper programs, nor SVG, JPEG 2000 and other formats that only fuzzers
+# send. Importing the plugins by name keeps Pillow from importing all of them at the first unknown file.
 _PLUGINS = (
     JpegImageFile,
     PngImageFile,
@@ -42,25 +42,25 @@ _PLUGINS = (
 )
 _FORMATS = [str(plugin.format) for plugin in _PLUGINS]
 MIMES = {name: Image.MIME[name] for name in _FORMATS} | {
-    "MPO": "image/jpeg",  # what Pillow calls a JPEG that holds a second picture
+    "MPO": "image/jpeg",  # Pillow's name for a JPEG with a second picture
     "HEIF": "image/heic",
 }
 _NAMES = "a JPEG, PNG, WebP, GIF, AVIF, HEIC, TIFF, BMP or ICO"
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
 
-PILLOW_MAX_PIXELS = 178_956_970  # above, Pillow refuses by itself
+PILLOW_MAX_PIXELS = 178_956_970  # Pillow itself refuses more
 
-# Bytes of a pixel that count as decoded. Pillow holds 4, and what is made of them for the model takes 3 more;
-# the formats named here hold copies of their own while they decode (a JPEG's coefficients, a TIFF's strip, a
-# WebP's two canvases). So counted, the peak stays below twice the limit: scripts/bench_bombs.py measures it.
-# One thing no header tells: libavif scales a picture to the size that its container claims, and decodes up to
-# 16384x16384 pixels for that, at most 6 bytes each. This is below twice the default, whatever the file says.
+# Bytes counted for each pixel. Pillow holds 4, and the result for the model takes 3 more. The formats listed
+# here hold more while they decode: a JPEG's coefficients, a TIFF's strip, a WebP's two canvases. With these
+# numbers the peak stays below twice the limit, as scripts/bench_bombs.py measures. Headers do not show one
+# case: libavif scales a picture to the size that its container claims, and decodes up to 16384x16384 pixels
+# for that, at most 6 bytes each. This is below twice the default limit.
 _BYTES_PER_PIXEL = {"JPEG": 7, "MPO": 7, "TIFF": 7, "WEBP": 9, "ICO": 9, "AVIF": 11, "HEIF": 11}
 _BYTES_PER_PIXEL_ELSE = 4
-_DECODER_LINES = 2  # count too: of a picture one pixel high they are most of what is held
+_DECODER_LINES = 2  # also counted: for a picture one pixel high they are most of the memory
 
-_CANVAS_BYTES = 64 * 2**20  # 22 MP; a larger image has memory of its own
-_TILE_PIXELS = 1 << 18  # converted at once: what is made on the way stays small, and in the CPU's cache
+_CANVAS_BYTES = 64 * 2**20  # 22 megapixels; a larger image gets its own memory
+_TILE_PIXELS = 1 << 18  # converted at a time, so that intermediate arrays fit into the CPU's cache
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 _ORIENTATION_TAG = 0x0112
@@ -74,10 +74,10 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = {5, 6, 7, 8}  # rows become columns
-_MIRRORED = {2, 3, 7, 8}  # what is left comes last
-_UPSIDE_DOWN = {3, 4, 6, 7}  # what is on top comes last
+_MIRRORED = {2, 3, 7, 8}  # the left side comes last
+_UPSIDE_DOWN = {3, 4, 6, 7}  # the top comes last
 
-# What Pillow raises for damaged files, at open, in getexif() and in load().
+# Errors that Pillow raises for damaged files, in open(), getexif() and load().
 PILLOW_ERRORS = (
     OSError,
     SyntaxError,
@@ -99,23 +99,23 @@ PILLOW_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    # Both are held against the header, before anything is decoded.
+    # Both are checked against the header, before anything is decoded.
     max_pixels: int = PILLOW_MAX_PIXELS  # width x height
     max_decoded_bytes: int = 2**31  # see _BYTES_PER_PIXEL; 178 million pixels of any format fit
-    background: tuple[int, int, int] = (255, 255, 255)  # RGB, under what is transparent
+    background: tuple[int, int, int] = (255, 255, 255)  # RGB, under transparent pixels
 
 
 class Canvas(threading.local):
-    """Memory for the pixels of a thread's images, one after another: those before are gone with the next.
+    """Memory for the pixels of a thread's images. Each image overwrites the one before.
 
-    To have 36 MB of fresh memory takes as long as an eighth of a 12 MP JPEG's decoding, or more.
+    Fresh memory for a 12-megapixel image costs at least an eighth of the time of decoding its JPEG.
     """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
-    def of(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """At least so many."""
+    def memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Returns memory of at least `num_bytes`."""
         if num_bytes > _CANVAS_BYTES:
             return np.empty(num_bytes, np.uint8)
         if num_bytes > self._memory.nbytes:
@@ -129,11 +129,11 @@ def decode(
     cancelled: threading.Event | None = None,
     canvas: Canvas | None = None,
 ) -> Decoded:
-    """{"pixels": uint8[H, W, 3]} of the first picture in the file, which may be on the `canvas`.
+    """Decodes the first picture of a file into {"pixels": uint8[H, W, 3]}, which may lie on the `canvas`.
 
-    EXIF orientation is applied, transparency composited on the background, grey and CMYK and deep pixels
-    brought to RGB of 8 bits. `info` has width, height, and both before the EXIF orientation (original_*).
-    Raises UnsupportedMedia, MediaTooLarge (from the header), InvalidMedia for damaged data.
+    Applies the EXIF orientation, composites transparency on the background, and converts grey, CMYK and deep
+    pixels to 8-bit RGB. `info` has width and height, and both before the EXIF orientation (original_*).
+    Raises UnsupportedMedia, MediaTooLarge (by the header), and InvalidMedia for damaged data.
     """
     image = _open(data, limits)
     original_width, original_height = image.size
@@ -142,12 +142,14 @@ def decode(
         pixels = _plain_jpeg(image, data, canvas)
         if pixels is None:
             image.load()
-            _check_size(image.format, image.size, limits)  # once more: a header may tell less than there is
+            _check_size(image.format, image.size, limits)  # again: the header may have claimed less
             pixels = _upright_pixels(image, limits.background, cancelled)
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
     except PILLOW_ERRORS as error:
-        raise InvalidMedia("The image is damaged or cut short and cannot be decoded.") from error
+        raise InvalidMedia(
+            "The image is damaged or cut short and cannot be decoded. Save it again, or send another one."
+        ) from error
     height, width = pixels.shape[:2]
     info = {
         "width": width,
@@ -159,10 +161,10 @@ def decode(
 
 
 def _open(data: bytes, limits: ImageLimits) -> Any:
-    """A Pillow image within the limits whose header has been read, and but for an icon no more."""
+    """Opens an image, reads its header and checks its size. Pillow decodes only icons at this point."""
     try:
         if data[4:8] == b"ftyp" and data[8:12] in _HEIC_BRANDS and b"avif" not in data[:64]:
-            # Not registered with Pillow, which stays as it is for others.
+            # Opened directly: registering the plugin would change Pillow for other users of the process.
             image: Any = pillow_heif.HeifImageFile(io.BytesIO(data))
         else:
             _check_icons(data, limits)
@@ -173,23 +175,23 @@ def _open(data: bytes, limits: ImageLimits) -> Any:
     except Image.DecompressionBombError:
         raise _too_many_pixels(limits) from None
     except PILLOW_ERRORS as error:
-        raise InvalidMedia("The image's header is damaged.") from error
+        raise InvalidMedia("The image's header is damaged. Save it again, or send another one.") from error
     check_exif(image.info.get("exif") or b"")
     _check_size(image.format, image.size, limits)
     return image
 
 
 def _check_icons(data: bytes, limits: ImageLimits) -> None:
-    """Pillow decodes an icon while it opens it, and the directory may tell less than the pictures inside."""
+    """Checks the pictures inside an icon: Pillow decodes them at open, and the directory may claim less."""
     if data[:4] != b"\0\0\1\0":
         return
     for number in range(int.from_bytes(data[4:6], "little")):
-        with suppress(struct.error):  # cut short, which Pillow tells
+        with suppress(struct.error):  # cut short; Pillow reports it
             (start,) = struct.unpack_from("<I", data, 6 + 16 * number + 12)
             (first,) = struct.unpack_from("<I", data, start)
             if first == int.from_bytes(b"\x89PNG", "little"):
                 width, height = struct.unpack_from(">II", data, start + 16)
-            else:  # a bitmap, whose height is told with its mask's
+            else:  # a bitmap, whose height includes its mask's
                 width, height = struct.unpack_from("<HH" if first == 12 else "<ii", data, start + 4)
                 height //= 2
             _check_size("ICO", (abs(width), abs(height)), limits)
@@ -213,16 +215,16 @@ def _too_many_pixels(limits: ImageLimits, width: int = 0, height: int = 0) -> Me
 
 
 def _plain_jpeg(image: Any, data: bytes, canvas: Canvas | None = None) -> npt.NDArray[np.uint8] | None:
-    """uint8[H, W, 3] of a JPEG in RGB that has only to be decoded, as Pillow would decode it, bit for bit.
+    """Decodes an upright RGB JPEG straight into an array, bit for bit as Pillow does.
 
-    It goes straight into the array: half of the time, and of the memory. None for any other image, and for
-    what is the least damaged.
+    This takes half of the time and memory. Returns None for any other image, and for one that is damaged at
+    all.
     """
     plain = image.format in ("JPEG", "MPO") and image.mode == "RGB" and not _is_xyb(image)
     if not plain or _orientation(image) in _UPRIGHT:
         return None
     try:
-        room = canvas.of(3 * image.width * image.height) if canvas else None
+        room = canvas.memory(3 * image.width * image.height) if canvas else None
         pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", buffer=room)
     except ValueError:
         return None
@@ -232,7 +234,7 @@ def _plain_jpeg(image: Any, data: bytes, canvas: Canvas | None = None) -> npt.ND
 def _upright_pixels(
     image: Any, background: tuple[int, int, int], cancelled: threading.Event | None
 ) -> npt.NDArray[np.uint8]:
-    """uint8[H, W, 3] of a loaded image, tile by tile, so that besides the two no third copy is ever whole."""
+    """Converts a loaded image tile by tile, so that no third whole copy is held. Returns uint8[H, W, 3]."""
     orientation = _orientation(image)
     width, height = image.size
     shape = (width, height) if orientation in _SIDEWAYS else (height, width)
@@ -248,16 +250,16 @@ def _upright_pixels(
 
 
 def _orientation(image: Any) -> int:
-    """As EXIF tells it: 1 is upright."""
+    """Returns the EXIF orientation: 1 is upright."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
-    except PILLOW_ERRORS:  # EXIF that cannot be read must not cost the picture
+    except PILLOW_ERRORS:  # a damaged EXIF must not cost the picture
         return 1
     return orientation if isinstance(orientation, int) else 1
 
 
 def rgb_tiles(image: Any, background: tuple[int, int, int]) -> Iterator[tuple[Box, Any]]:
-    """A loaded Pillow image of any mode as tiles of mode RGB, each with its place in the image."""
+    """Yields a loaded Pillow image of any mode as RGB tiles, each with its box in the image."""
     convert = _conversion(image, background)
     for box in _boxes(*image.size):
         yield box, convert(image.crop(box))
@@ -272,7 +274,7 @@ def _boxes(width: int, height: int) -> Iterator[Box]:
 
 
 def _conversion(image: Any, background: tuple[int, int, int]) -> Callable[[Any], Any]:
-    """What makes RGB of a tile of the image."""
+    """Returns the function that converts a tile of the image to RGB."""
     if image.mode.startswith("I") or image.mode == "F":
         low, high = _grey_range(image)
         return lambda tile: Image.fromarray(_to_8_bits(np.asarray(tile), low, high)).convert("RGB")
@@ -284,9 +286,10 @@ def _conversion(image: Any, background: tuple[int, int, int]) -> Callable[[Any],
 
 
 def _is_xyb(image: Any) -> bool:
-    """As in Hugging Face's loaders, colour profiles are left alone, but for XYB.
+    """Checks for an XYB profile, the only colour profile that is applied.
 
-    There the profile is no nuance: without it the three channels are no red, green and blue at all.
+    Hugging Face's loaders ignore profiles. Without an XYB profile, though, the channels are not red, green
+    and blue.
     """
     profile = image.info.get("icc_profile") or b""
     return b"XYB" in profile or "XYB".encode("utf-16-be") in profile
@@ -304,12 +307,12 @@ def _opaque_rgb(image: Any, background: tuple[int, int, int]) -> Any:
 
 
 def _grey_range(image: Any) -> tuple[float, float]:
-    """Black and white of a deep grey image: of 16 bits, floats in [0, 1] or [0, 255], else its extremes."""
+    """Returns black and white of a deep grey image: 16 bits, floats to 1 or 255, or its extremes."""
     low, high, is_float = np.inf, -np.inf, False
     for box in _boxes(*image.size):
         values = np.asarray(image.crop(box))
         if not np.isfinite(values).all():
-            raise InvalidMedia("The image has pixels that are not finite numbers.")
+            raise InvalidMedia("The image has pixels that are NaN or infinite. Save it again as PNG or JPEG.")
         low, high = min(low, float(values.min())), max(high, float(values.max()))
         is_float = values.dtype.kind == "f"
     if not is_float and low >= 0 and high <= 65535:
@@ -320,6 +323,6 @@ def _grey_range(image: Any) -> tuple[float, float]:
 
 
 def _to_8_bits(values: npt.NDArray[Any], low: float, high: float) -> npt.NDArray[np.uint8]:
-    width = (high - low) or 1.0  # all of one value: black
+    width = (high - low) or 1.0  # an image of one value is black
     scaled = (values.astype(np.float64) - low) * (255 / width)
     return np.rint(scaled).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""What came out of decoding, as a person can look at it and listen to it."""
+"""Makes small pictures and sounds of decoded media, for people to look at."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_SIDE = 256  # pixels
 
 
 def previews(modality: Modality, arrays: Arrays, sampling_rate: int) -> list[str]:
-    """data: URIs of the arrays in `Media`, at most 256 px on the long side.
+    """Returns data: URIs: one PNG for an image, one PNG for each frame of a video, one 16-bit WAV for audio.
 
-    An image gives one PNG, a video one for each frame in order, audio one 16-bit WAV at `sampling_rate` Hz.
+    Pictures have at most 256 pixels on the long side. The WAV has `sampling_rate` Hz.
     """
     match modality:
         case Modality.IMAGE:

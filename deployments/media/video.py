@@ -1,10 +1,9 @@
-"""Video bytes into the frames that the model is to see, upright, and where in the clip they stand.
+"""Decodes the frames of a video that the model will see, upright, with their places in the clip.
 
-A clip is first taken apart into packets, which tell when every frame is shown without any being decoded. From
-these times the frames are chosen, under the limits, and only then is decoded: from the key frame before each
-wanted frame, so that long gaps cost nothing. Where packets and frames turn out not to agree (damaged files,
-hidden frames, containers without times), the whole clip is decoded once to count its frames, and again for
-the wanted ones.
+First the clip is split into packets, which have the time of every frame. From these times the frames are
+chosen, within the limits. Only then does decoding start, at the key frame before each chosen frame, so that
+long gaps cost nothing. If packets and frames do not agree (damaged files, hidden frames, containers without
+times), the whole clip is decoded twice: once to count its frames, and once for the chosen ones.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ RGB = npt.NDArray[np.uint8]
 
 _NAMES = "MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, or an animated GIF, WebP or PNG"
 _ANIMATIONS = {b"GIF8": "GIF", b"RIFF": "WEBP", b"\x89PNG": "PNG"}
-_BACKGROUND = (255, 255, 255)  # under what is transparent
-_DEFAULT_FPS = Fraction(25)  # of a clip that does not say when its frames are shown
-_FASTEST_MS = 10  # animations that ask for less than this a frame get _SLOW_MS, as in browsers
+_BACKGROUND = (255, 255, 255)  # under transparent pixels
+_DEFAULT_FPS = Fraction(25)  # of a clip without times
+_FASTEST_MS = 10  # as in browsers, shorter frames of an animation last _SLOW_MS
 _SLOW_MS = 100
-# Frames that a decoder may hold besides its result: 16 to predict others from, and what waits to be shown.
+# Frames that a decoder may hold besides its result: 16 references, and those that wait to be shown.
 _HELD_FRAMES = 26
 _RGB_BYTES = 3  # of a pixel
-_ANIMATION_BYTES = 18  # of a pixel, that Pillow and its libraries hold of an animation
-_PROBED = 4  # FFmpeg may decode frames so many times over the limit to tell how large the tracks' are
+_ANIMATION_BYTES = 18  # of a pixel, held by Pillow and its libraries for an animation
+_PROBED = 4  # multiple of the limit up to which FFmpeg may decode frames to find the sizes of the tracks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class VideoLimits:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each frame of a clip is shown, and how long the clip is, in ticks from the first frame."""
+    """The times of all frames, and the duration of the clip, in ticks from the first frame."""
 
     ticks: list[int]  # of each frame, ascending, the first is 0
     duration: int  # at least one
@@ -69,15 +68,16 @@ class Timeline:
 
     @property
     def fps(self) -> float:
-        """Frames per second, on average."""
+        """Average number of frames per second."""
         return float(len(self.ticks) / (self.duration * self.tick))
 
     def choose(
         self, num_frames: int | None, fps: float | None, max_duration: float | None = None
     ) -> list[int]:
-        """Indices of the wanted frames, ascending; the first frame and (but for one alone) the last are in.
+        """Returns the indices of the chosen frames, ascending.
 
-        With `fps`, the frames that are shown at uniform times; else uniform by number.
+        They include the first frame, and the last one if there are several. With `fps`, they are uniform in
+        time, else by number.
         """
         total = len(self.ticks)
         count = total if num_frames is None else min(num_frames, total)
@@ -92,19 +92,19 @@ class Timeline:
         return sorted({bisect.bisect_right(self.ticks, moment) - 1 for moment in moments})
 
     def metadata(self, indices: list[int]) -> VideoMetadata:
-        """For Hugging Face's processors, which compute a frame's time as its index divided by the rate.
+        """Returns the metadata for Hugging Face's processors, which compute a frame's time as index / rate.
 
-        At a variable rate that would be wrong by seconds, so there the clip is told as one of 1000 frames per
-        second, of which those were taken that are shown: times are right, and so is the duration.
+        At a variable rate this would be wrong by seconds. The clip is then described as one of 1000 frames
+        per second, so that the times and the duration are right.
         """
         per_tick = len(self.ticks) / self.duration
         total, fps = len(self.ticks), self.fps
-        told = indices
+        described = indices
         if any(abs(tick * per_tick - index) >= 0.5 for index, tick in enumerate(self.ticks)):
             fps = 1000.0
             total = max(1, round(self.seconds * 1000))
-            told = [round(self.ticks[index] * self.tick * 1000) for index in indices]
-        return {"total_num_frames": total, "fps": fps, "frames_indices": told, "duration": self.seconds}
+            described = [round(self.ticks[index] * self.tick * 1000) for index in indices]
+        return {"total_num_frames": total, "fps": fps, "frames_indices": described, "duration": self.seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +131,22 @@ class _Sampling:
             )
 
     def held(self, pixel_format: Any) -> float:
-        """Bytes that the decoder holds of each pixel, at most."""
+        """Returns the most bytes that the decoder holds for each pixel."""
         bits = pixel_format.padded_bits_per_pixel if pixel_format else 12
         return (_HELD_FRAMES + self.limits.threads) * bits / 8 + _RGB_BYTES
 
     def check_bytes(self, count: int, width: int, height: int, held: float) -> None:
-        """With the `held` bytes of each pixel, the peak stays below twice the limit."""
+        """Keeps the peak, with `held` bytes for each pixel, below twice the limit."""
         limit = self.limits.max_decoded_bytes
         taken = count * width * height * _RGB_BYTES
         if taken > limit or taken + width * height * held > 2 * limit:
             raise MediaTooLarge(
-                f"{count} frames of {width}x{height} are more than the limit of {limit} bytes, with what"
-                " decoding them takes. Scale the video down or ask for fewer frames."
+                f"{count} frames of {width}x{height}, and decoding them, take more than the limit of {limit}"
+                " bytes. Scale the video down or ask for fewer frames."
             )
 
     def choose(self, timeline: Timeline, width: int, height: int, held: float) -> list[int]:
-        """The frames to take, once the clip and what is taken of it are known to be within the limits."""
+        """Returns the indices of the chosen frames. The clip and the result are within the limits then."""
         self.check_count(len(timeline.ticks))
         self.check_size(width, height)
         if timeline.seconds > self.limits.max_seconds:
@@ -165,15 +165,15 @@ def decode(
     cancelled: threading.Event | None = None,
     max_duration: float | None = None,
 ) -> Decoded:
-    """{"frames": uint8[T, H, W, 3]}, uniform over the clip from its first frame to its last.
+    """Decodes into {"frames": uint8[T, H, W, 3]}, uniform over the clip from its first frame to its last.
 
-    `num_frames` bounds T, `fps` is how many frames to keep of each second; with both the smaller counts, with
-    neither all frames are taken; `fps` gives a clip longer than `max_duration` seconds no more frames than
-    one of that length. T is at least one and never more than the clip has.
-    `info` has duration_s, fps (of the clip, on average), num_frames (T), frame_indices, width and height.
-    `video_metadata` is what Hugging Face's video processors take, see Timeline.metadata.
-    Raises UnsupportedMedia, InvalidMedia (damaged), and MediaTooLarge: before anything is decoded where the
-    packets tell.
+    `num_frames` bounds T, and `fps` is the number of frames to keep per second. With both, the smaller number
+    counts; with neither, all frames are kept. With `fps`, a clip longer than `max_duration` seconds gets no
+    more frames than one of that duration. T is at least one, and at most the number of frames in the clip.
+
+    `info` has duration_s, fps (average of the clip), num_frames (T), frame_indices, width and height.
+    `video_metadata` is for Hugging Face's video processors, see Timeline.metadata. Raises UnsupportedMedia,
+    InvalidMedia (damaged), and MediaTooLarge, before anything is decoded if the packets show it.
     """
     sampling = _Sampling(num_frames, fps, max_duration, limits, cancelled)
     read = _read_animation if data[:4] in _ANIMATIONS and data[8:12] != b"AVI " else _read_container
@@ -194,7 +194,7 @@ def decode(
 
 
 def _read_container(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
-    # FFmpeg checks this before it allocates a frame, whatever the header said.
+    # FFmpeg checks `max_pixels` before it allocates a frame, whatever the header claims.
     limits = sampling.limits
     max_pixels, max_bytes = limits.max_pixels, limits.max_decoded_bytes
     with open_container(data, Modality.VIDEO, _NAMES, _PROBED * max_pixels, max_bytes) as container:
@@ -213,18 +213,18 @@ def _read_container(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[in
 
 
 class _PacketsDisagree(Exception):
-    """What is decoded is not what the packets promise, or they promise nothing."""
+    """The decoded frames differ from the packets' times, or the packets have none."""
 
 
 def _stream(container: Any) -> Any:
     for stream in container.streams.video:
         if Disposition.attached_pic not in stream.disposition and stream.codec_context is not None:
             return stream
-    raise InvalidMedia("The file has no video track.")
+    raise InvalidMedia("The file does not have a video track. Send a file with a video.")
 
 
 def _packets(container: Any, stream: Any, max_bytes: int, sampling: _Sampling) -> list[Any]:
-    """All packets of the stream, in the order in which they are decoded."""
+    """Returns all packets of the stream in decoding order."""
     packets: list[Any] = []
     num_bytes = 0
     try:
@@ -234,15 +234,15 @@ def _packets(container: Any, stream: Any, max_bytes: int, sampling: _Sampling) -
                 packets.append(packet)
                 num_bytes += packet.size
                 sampling.check_count(len(packets))
-                if num_bytes > max_bytes:  # an index may name the same bytes over and over
-                    raise InvalidMedia("The video's index is damaged: its frames overlap.")
+                if num_bytes > max_bytes:  # an index may refer to the same bytes again and again
+                    raise InvalidMedia("The video's index is damaged: its frames overlap. Convert the video.")
     except av.error.FFmpegError:
-        pass  # cut short: what is there may do
+        pass  # the file is cut short; the packets so far may be enough
     return packets
 
 
 def _by_packets(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Timeline, list[int], RGB]:
-    """By the packets' times. Raises _PacketsDisagree."""
+    """Decodes the chosen frames by the packets' times. Raises _PacketsDisagree."""
     shown = [packet for packet in packets if not packet.is_discard]
     if not shown or any(packet.pts is None for packet in shown):
         raise _PacketsDisagree
@@ -256,7 +256,7 @@ def _by_packets(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[T
 
 
 def _by_frames(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Timeline, list[int], RGB]:
-    """By decoding everything twice."""
+    """Decodes everything twice: to count the frames, and for the chosen ones."""
     decoder = stream.codec_context
     times: list[int | None] = []
     size, held = (0, 0), 0.0
@@ -266,7 +266,9 @@ def _by_frames(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Ti
         sampling.check_count(len(times))
         size, held, duration = (frame.width, frame.height), sampling.held(frame.format), frame.duration
     if not times:
-        raise InvalidMedia("The video is damaged or encrypted: no frame of it decodes.")
+        raise InvalidMedia(
+            "The video is damaged or encrypted: no frame of it can be decoded. Convert it, or send another."
+        )
     timeline = _timeline(times, duration, stream)
     indices = sampling.choose(timeline, *size, held)
     wanted = set(indices)
@@ -276,7 +278,7 @@ def _by_frames(packets: list[Any], stream: Any, sampling: _Sampling) -> tuple[Ti
 
 
 def _timeline(times: list[Any], last_duration: int | None, stream: Any) -> Timeline:
-    """`times` in the stream's time base; at a constant rate where they do not ascend."""
+    """Makes the timeline from `times` in the stream's time base; at a constant rate if they do not ascend."""
     rate = Fraction(stream.average_rate or stream.guessed_rate or _DEFAULT_FPS)
     if any(time is None for time in times) or any(b <= a for a, b in pairwise(times)):
         return Timeline(list(range(len(times))), len(times), 1 / rate)
@@ -288,9 +290,9 @@ def _timeline(times: list[Any], last_duration: int | None, stream: Any) -> Timel
 def _seek_frames(
     decoder: Any, packets: list[Any], times: list[int], indices: list[int], sampling: _Sampling
 ) -> Iterator[Any]:
-    """The frames at `indices` of `times`, decoding from the key frame before each.
+    """Yields the frames at `indices` of `times`, decoding from the key frame before each.
 
-    Raises _PacketsDisagree as soon as a frame comes out that is not the next one by the packets' times.
+    Raises _PacketsDisagree as soon as a frame is not the next one by the packets' times.
     """
     keys = [(p.pts, place) for place, p in enumerate(packets) if p.is_keyframe and not p.is_discard]
     keys.sort()
@@ -305,7 +307,7 @@ def _seek_frames(
             start, upcoming = place, bisect.bisect_left(times, key_time)
         for frame in frames:
             if frame.pts is not None and frame.pts < key_time:
-                continue  # shown before the key frame, and needs an earlier one
+                continue  # shown before the key frame, and decodable only from an earlier one
             if frame.pts != times[upcoming]:
                 raise _PacketsDisagree
             upcoming += 1
@@ -319,10 +321,10 @@ def _seek_frames(
 def _feed(
     decoder: Any, packets: list[Any], start: int, sampling: _Sampling, *, strict: bool
 ) -> Iterator[Any]:
-    """Frames of the packets from place `start` on.
+    """Yields the frames of the packets from place `start` on.
 
-    A packet that does not decode costs its own frame only, as in any player, or raises _PacketsDisagree where
-    `strict`.
+    As in any player, a packet that does not decode loses only its own frame; with `strict` it raises
+    _PacketsDisagree.
     """
     if decoder.is_open:
         decoder.flush_buffers()
@@ -338,7 +340,7 @@ def _feed(
 
 
 def _collect(frames: Iterator[Any], count: int, sampling: _Sampling) -> RGB:
-    """All frames in one array, in the size of the first."""
+    """Collects all frames in one array, in the size of the first."""
     clip: RGB | None = None
     taken = 0
     reformatter = VideoReformatter()
@@ -348,26 +350,26 @@ def _collect(frames: Iterator[Any], count: int, sampling: _Sampling) -> RGB:
         turn = frame.rotation // 90 % 4 if frame.rotation % 90 == 0 else 0  # counter-clockwise
         if clip is None:
             size = (frame.width, frame.height)
-            # Once more: the header may have told another size.
+            # Again, since the header may have claimed another size.
             sampling.check_bytes(count, *size, sampling.held(frame.format))
             shape = (frame.height, frame.width) if turn % 2 == 0 else (frame.width, frame.height)
             clip = np.empty((count, *shape, 3), np.uint8)
         clip[taken] = np.rot90(_rgb(reformatter, frame, size), turn)
         taken += 1
     if clip is None or taken < count:
-        raise InvalidMedia("The video is damaged and cannot be decoded.")
+        raise InvalidMedia("The video is damaged and cannot be decoded. Convert it, or send another one.")
     return clip
 
 
 def _rgb(reformatter: VideoReformatter, frame: Any, size: tuple[int, int]) -> RGB:
-    """uint8[H, W, 3], a view of FFmpeg's memory: what `to_ndarray` gives, without its copy."""
+    """Returns uint8[H, W, 3] as a view of FFmpeg's memory; `to_ndarray` would copy it."""
     width, height = size
     plane: Any = reformatter.reformat(frame, width, height, "rgb24").planes[0]
     lines: RGB = np.frombuffer(plane, np.uint8).reshape(height, plane.line_size)
     return lines[:, : 3 * width].reshape(height, width, 3)
 
 
-# Animated images, by Pillow: FFmpeg leaves transparency and the frames' areas to its caller
+# Animated images, by Pillow: FFmpeg leaves transparency and partial frames to its caller
 
 
 def _read_animation(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
@@ -395,7 +397,9 @@ def _read_animation(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[in
     except InvalidMedia:
         raise
     except PILLOW_ERRORS as error:
-        raise InvalidMedia("The animation is damaged or cut short and cannot be decoded.") from error
+        raise InvalidMedia(
+            "The animation is damaged or cut short and cannot be decoded. Save it again, or send another one."
+        ) from error
 
 
 def _animation_timeline(image: Any, sampling: _Sampling) -> Timeline:
@@ -404,7 +408,7 @@ def _animation_timeline(image: Any, sampling: _Sampling) -> Timeline:
         sampling.check_cancelled()
         sampling.check_count(index + 1)
         image.seek(index)
-        image.load()  # WebP tells a frame's duration only then
+        image.load()  # only now does WebP report the frame's duration
         ticks.append(now)
         duration = int(image.info.get("duration") or 0)
         now += duration if duration > _FASTEST_MS else _SLOW_MS

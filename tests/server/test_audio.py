@@ -49,7 +49,7 @@ def test_a_video_without_sound_is_refused_only_as_audio(server: Server) -> None:
     assert server.ask(media("video", silent), media("video", loud)).status == 200
     assert server.render(media("audio", loud))["items"][0]["media"]["duration_s"] > 1.9
     for content in ([media("audio", loud), media("audio", silent)], ["listen", media("audio", silent)]):
-        assert "no sound track" in server.ask(*content).refusal("messages[0].content[1]")
+        assert "not have a sound track" in server.ask(*content).refusal("messages[0].content[1]")
 
 
 def test_a_small_file_of_long_silence_is_decoded(server: Server) -> None:

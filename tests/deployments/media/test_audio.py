@@ -183,7 +183,7 @@ def test_very_short_clips(num_samples: int) -> None:
 def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
     samples = tone(0.1, 8000)
     samples[100] = value
-    with pytest.raises(InvalidMedia, match="not finite"):
+    with pytest.raises(InvalidMedia, match="NaN or infinite"):
         decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
 
 
@@ -192,7 +192,7 @@ def test_infinities_of_both_signs_and_sums_past_the_largest_float_are_refused(ch
     for first, second in ((np.inf, -np.inf), (3e38, 3e38)):
         samples = np.zeros((100, channels), np.float32)
         samples[50, :2] = first, second
-        with pytest.raises(InvalidMedia, match=r"not finite|far outside"):
+        with pytest.raises(InvalidMedia, match=r"NaN or infinite|far outside"):
             decode(encode(samples, 8000, subtype="FLOAT"), 8000, LIMITS)
 
 
@@ -205,7 +205,7 @@ def test_floats_that_only_ffmpeg_reads_are_held_to_the_same(value: float) -> Non
         frame.planes[0].update(np.full(frame.planes[0].buffer_size // 8, value).tobytes())
         frame.sample_rate = 8000
         container.mux([*stream.encode(frame), *stream.encode(None)])
-    with pytest.raises(InvalidMedia, match="not finite"):
+    with pytest.raises(InvalidMedia, match="NaN or infinite"):
         decode(file.getvalue(), 8000, LIMITS)
 
 
@@ -266,12 +266,12 @@ def test_a_video_without_sound_has_no_sound_track() -> None:
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=25, width=32, height=32, pix_fmt="yuv420p")
         container.mux([*stream.encode(av.VideoFrame(32, 32, "yuv420p")), *stream.encode(None)])
-    with pytest.raises(InvalidMedia, match="no sound track"):
+    with pytest.raises(InvalidMedia, match="not have a sound track"):
         decode(file.getvalue(), 16000, LIMITS)
 
 
 def test_scientific_formats_of_libsndfile_are_not_taken() -> None:
-    with pytest.raises(UnsupportedMedia, match="no audio in a format taken here"):
+    with pytest.raises(UnsupportedMedia, match="not audio in a supported format"):
         decode(encode(tone(0.1, 8000), 8000, "MAT5", "FLOAT"), 8000, LIMITS)
 
 
@@ -319,7 +319,7 @@ def whole(format: str, cache: dict[str, Any] = {}) -> bytes:  # noqa: B006
 def test_samples_far_outside_of_full_scale_are_refused() -> None:
     buffer = io.BytesIO()
     soundfile.write(buffer, np.full(1600, 1e20, np.float32), 16000, "FLOAT", format="WAV")
-    with pytest.raises(InvalidMedia, match="far outside of -1 to 1"):
+    with pytest.raises(InvalidMedia, match="far outside the range -1 to 1"):
         decode(buffer.getvalue(), 16000, AudioLimits())
 
 

@@ -21,13 +21,13 @@ HEIC = b"\x00\x00\x00\x18ftypheic"
 @pytest.mark.parametrize(
     ("data", "modality", "words"),
     [
-        (WAV, Modality.IMAGE, "is a WAV sound, which is not taken as image"),
-        (MP4, Modality.IMAGE, "is an MP4 or MOV file, which is not taken as image"),
-        (PNG, Modality.AUDIO, "is a PNG image, which is not taken as audio"),
-        (WAV, Modality.VIDEO, "is a WAV sound, which is not taken as video"),
-        (HEIC, Modality.VIDEO, "is a HEIC image, which is not taken as video"),
+        (WAV, Modality.IMAGE, "is a WAV sound, which is not accepted as image"),
+        (MP4, Modality.IMAGE, "is an MP4 or MOV file, which is not accepted as image"),
+        (PNG, Modality.AUDIO, "is a PNG image, which is not accepted as audio"),
+        (WAV, Modality.VIDEO, "is a WAV sound, which is not accepted as video"),
+        (HEIC, Modality.VIDEO, "is a HEIC image, which is not accepted as video"),
         (b"<html><body>403", Modality.IMAGE, "It is an HTML page"),
-        (b"hello", Modality.IMAGE, "is no image in a format taken here"),
+        (b"hello", Modality.IMAGE, "is not an image in a supported format"),
     ],
 )
 def test_another_kind_of_data_is_called_by_its_name(data: bytes, modality: Modality, words: str) -> None:

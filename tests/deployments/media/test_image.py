@@ -176,7 +176,7 @@ def test_jpegs_on_one_canvas_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
         memory.append(drawn.ctypes.data)
     assert memory[0] == memory[1] == memory[2] != memory[3]
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(canvas.of, 1).result().ctypes.data != canvas.of(1).ctypes.data
+        assert other.submit(canvas.of, 1).result().ctypes.data != canvas.memory(1).ctypes.data
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB"])
@@ -229,7 +229,7 @@ def test_a_profile_without_which_there_are_no_colours_is_applied() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_pixels_that_are_no_numbers_are_refused(value: float) -> None:
     data = encode(Image.fromarray(np.full((2, 2), value, np.float32)), "TIFF")
-    with pytest.raises(InvalidMedia, match="not finite"):
+    with pytest.raises(InvalidMedia, match="NaN or infinite"):
         decode(data, LIMITS)
 
 
@@ -268,7 +268,7 @@ def test_cut_short_files_are_refused(format: str) -> None:
     data = encode(Image.fromarray(noise), format)
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
     for size in (12, 40, len(data) // 2, len(data) * 9 // 10):
-        with pytest.raises(InvalidMedia, match=r"damaged|cut short|no image"):
+        with pytest.raises(InvalidMedia, match=r"damaged|cut short|not an image"):
             decode(data[:size], LIMITS)
 
 
@@ -280,9 +280,9 @@ def test_cut_short_files_are_refused(format: str) -> None:
         (b'\n <svg xmlns="http://www.w3.org/2000/svg">', UnsupportedMedia, "It is an SVG drawing"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", UnsupportedMedia, "a PostScript document"),
         (b"%PDF-1.7", UnsupportedMedia, "a PDF document"),
-        (b"Hello World, this is text", UnsupportedMedia, "no image in a format taken here. Send a JPEG"),
+        (b"Hello World, this is text", UnsupportedMedia, "not an image in a supported format. Send a JPEG"),
         (b"\xff\xd8\xff\xe0 nothing more", InvalidMedia, "damaged"),
-        (b"P6 2 2 255\n" + b"x" * 12, UnsupportedMedia, "no image in a format"),
+        (b"P6 2 2 255\n" + b"x" * 12, UnsupportedMedia, "not an image in a supported format"),
     ],
 )
 def test_what_is_no_image_is_named(data: bytes, error: type[InvalidMedia], message: str) -> None:

@@ -129,7 +129,9 @@ def test_an_index_over_the_limit_is_refused_before_ffmpeg_opens_the_file(
 ) -> None:
     promising = changed(changed(CLIP, b"stsz", 1, BILLION), b"stts", 1, BILLION, 512)
     monkeypatch.setattr(av, "open", None)
-    with pytest.raises(MediaTooLarge, match="The video's index alone is over the limit of 1073741824 bytes"):
+    with pytest.raises(
+        MediaTooLarge, match="The video's index alone is larger than the limit of 1073741824 bytes"
+    ):
         video.decode(promising, 8, None, VideoLimits())
-    with pytest.raises(MediaTooLarge, match="The audio's index alone is over the limit"):
+    with pytest.raises(MediaTooLarge, match="The audio's index alone is larger than the limit"):
         audio.decode(promising, 8000, AudioLimits())

@@ -250,7 +250,7 @@ def test_animations_without_times_and_with_transparency() -> None:
         ),
         (
             VideoLimits(max_decoded_bytes=8 * WIDTH * HEIGHT * 3 - 1),
-            "8 frames of 96x48 are more than the limit",
+            "8 frames of 96x48, and decoding them, take more than the limit",
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_what_the_decoder_holds_stays_below_twice_the_limit(pix_fmt: str, bits: 
     per_pixel = 27 * bits / 8 + 3 + 2 * 3  # of the frames it may hold, one as RGB, and the two taken
     half = int(per_pixel * WIDTH * HEIGHT / 2)
     decode(data, 2, None, VideoLimits(max_decoded_bytes=half))
-    with pytest.raises(MediaTooLarge, match=r"2 frames of 96x48 are more than .* with what decoding"):
+    with pytest.raises(MediaTooLarge, match=r"2 frames of 96x48, and decoding them, take more"):
         decode(data, 2, None, VideoLimits(max_decoded_bytes=half - 1))
 
 
@@ -316,7 +316,7 @@ def test_a_clip_cut_short_gives_what_is_there() -> None:
     [
         (b"", InvalidMedia, "The video is empty"),
         (b"<html></html>", UnsupportedMedia, "an HTML page"),
-        (b"no video at all, but text", UnsupportedMedia, "no video in a format taken here"),
+        (b"no video at all, but text", UnsupportedMedia, "not a video in a supported format"),
         (CLIP[: len(CLIP) // 4], InvalidMedia, "damaged or cut short"),
         (b"\x89PNG\r\n\x1a\n", InvalidMedia, "damaged or cut short"),
         (b"GIF89a\x01\x00", InvalidMedia, "damaged"),
@@ -334,7 +334,7 @@ def test_sound_alone_is_no_video_nor_is_its_cover() -> None:
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
         frame.sample_rate = 16000
         container.mux([*stream.encode(frame), *stream.encode(None)])
-    with pytest.raises(InvalidMedia, match="no video track"):
+    with pytest.raises(InvalidMedia, match="not have a video track"):
         decode(file.getvalue(), 8, None, LIMITS)
 
 
@@ -347,7 +347,7 @@ def test_a_cover_picture_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         class streams:
             video = (Stream(),)
 
-    with pytest.raises(InvalidMedia, match="no video track"):
+    with pytest.raises(InvalidMedia, match="not have a video track"):
         video._stream(Container())
 
 

@@ -328,7 +328,7 @@ async def test_an_image_read_here_has_the_loaders_limits(limits: dict[str, int],
 
 async def test_what_is_no_image_and_what_has_no_time(stage: Direct[MMPreprocessor]) -> None:
     payload = await pack_pieces([b"AAAA"])
-    with pytest.raises(UnsupportedMedia, match="no image in a format taken here"):
+    with pytest.raises(UnsupportedMedia, match="not an image in a supported format"):
         await stage.read(
             MediaSource(Modality.IMAGE, "data", header="image/png;base64", payloads=[payload]),
             MediaOptions(),
