@@ -176,7 +176,7 @@ def test_jpegs_on_one_canvas_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
         memory.append(drawn.ctypes.data)
     assert memory[0] == memory[1] == memory[2] != memory[3]
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(canvas.of, 1).result().ctypes.data != canvas.memory(1).ctypes.data
+        assert other.submit(canvas.memory, 1).result().ctypes.data != canvas.memory(1).ctypes.data
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB"])
