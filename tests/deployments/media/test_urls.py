@@ -12,6 +12,7 @@ from tests.support.hostile_urls import HOSTILE, MALFORMED
 
 POLICY = UrlPolicy()
 
+
 @pytest.mark.parametrize("host", HOSTILE)
 def test_hosts_inside_the_network_are_refused(host: str) -> None:
     for url in (f"http://{host}/", f"https://{host}:8443/x?y", f"HTTP://{host}"):
