@@ -1,4 +1,4 @@
-"""Base64 that comes in pieces, decoded piece by piece: it is never put together."""
+"""Decodes base64 that arrives in pieces, without ever joining them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import pybase64
 
 Piece = npt.NDArray[np.uint8]
 
-_SLICE = 2**18  # bytes; a core's cache holds one and what becomes of it, and between two work can be stopped
+_SLICE = 2**18  # bytes; input and output fit a core's cache, and callers can stop between two slices
 
 
 def slices(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same bytes in pieces that are not larger than a slice."""
+    """Yields the same bytes in pieces of at most one slice."""
     for piece in pieces:
         for start in range(0, piece.size, _SLICE):
             yield piece[start : start + _SLICE]
 
 
 def decode(pieces: Iterable[Piece]) -> Iterator[bytes]:
-    """Of strict base64: the alphabet, and padding at its end. Raises ValueError for anything else."""
+    """Decodes strict base64: only the alphabet, and padding at the end. Else raises ValueError."""
     ended = False
     for text in _quads(pieces):
         if ended:
@@ -31,7 +31,7 @@ def decode(pieces: Iterable[Piece]) -> Iterator[bytes]:
 
 
 def _quads(pieces: Iterable[Piece]) -> Iterator[bytes | memoryview]:
-    """Cut so that each decodes alone: after a multiple of four characters. What is left over comes last."""
+    """Cuts after multiples of four characters, so that each part decodes alone. The rest comes last."""
     carry = b""  # up to three characters
     for piece in slices(pieces):
         text = piece.data

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import av
 
 from deployments.errors import InvalidMedia, MediaTooLarge, UnsupportedMedia
-from deployments.media.mkv_elements import ELEMENT_BYTES, described_elements
-from deployments.media.mp4_index import ENTRY_BYTES, promised_samples
+from deployments.media.guards.mkv_elements import ELEMENT_BYTES, described_elements
+from deployments.media.guards.mp4_index import ENTRY_BYTES, promised_samples
 from deployments.types import Arrays, Modality, VideoMetadata
 
 # Containers that contain their content. Playlists and descriptions (hls, concat, dash, sdp) are excluded,

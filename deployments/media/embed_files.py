@@ -1,20 +1,22 @@
-"""Embeddings as clients send them: base64 of a torch.save, safetensors or npy file, into one verified array.
+"""Reads base64 of a torch.save, safetensors or npy file of embeddings into a verified array.
 
-The few numbers that a model may need beside them, such as the grid of an image, come in the same formats.
+The few numbers that a model may need with them, such as the grid of an image, come in the same formats.
 
-Nothing is ever unpickled. The pickle in a torch file is read as data, and only the one form that torch.save
-writes for a plain tensor is understood: a call of `_rebuild_tensor_v2` on a named record of the archive. So
-no code can run, torch is not needed, and no memory is spent but for the decoded file, of which the array is a
-view. The readers say what a file declares; what must hold for an embedding is checked in one place.
+Nothing is ever unpickled. The pickle in a torch file is read as data. Only the form that torch.save writes
+for a plain tensor is accepted: a call of `_rebuild_tensor_v2` on a named record of the archive. So no code
+can run and torch is not needed. The array is a view of the decoded file, so no further memory is used.
+
+One reader for each format returns what the file declares. The checks on it are the same for all formats.
+The safetensors package is not used, because it cannot read the header alone: `deserialize` copies the values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import mmap
 import pickletools
-import re
 import struct
 import threading
 import zipfile
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.lib.format as npy
 import numpy.typing as npt
 import orjson
 from blake3 import blake3
@@ -34,26 +37,26 @@ from deployments.media.base64_stream import Piece
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}  # numpy has no bfloat16
 NUMBER_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
-_MAX_HEADER = 64 * 1024  # bytes of whatever describes the tensor: far more than one tensor needs
+_MAX_HEADER = 64 * 1024  # bytes that describe the tensor; one tensor needs far fewer
 _MAX_DIRECTORY = 128 * 1024  # bytes of a zip's directory
 _MAX_NUMBERS = 64
 _MAX_NUMBERS_FILE = 64 * 1024  # bytes
-_CHECKED = 2**16  # values at a time: they and their masks fit a core's cache
+_CHECKED = 2**16  # values checked at once; they and their masks fit a core's cache
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 
 
 @dataclass(frozen=True, slots=True)
 class Embeds:
-    """One verified embedding; bfloat16 as its bits in uint16."""
+    """One verified embedding. bfloat16 values are kept as their bits, in uint16."""
 
     values: npt.NDArray[Any]  # [num_tokens, hidden_size], a view of the decoded file
     dtype: str  # a key of DTYPES
-    digest: str  # hex blake3 over dtype, shape and values, whatever the format of the file
+    digest: str  # hex BLAKE3 over dtype, shape and values; equal for all file formats
 
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """What a file says of its one tensor."""
+    """A file's declaration of its one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +73,7 @@ def load_embeds(
     stopped: threading.Event,
     check_finite: bool = True,
 ) -> Embeds:
-    """`encoded`: base64 text; `max_bytes`: of the decoded file; `hidden_size`: the model's, None if unknown.
+    """Reads base64 text of a file of up to `max_bytes`; `hidden_size` is the model's, or None if unknown.
 
     Raises MediaTooLarge before it decodes, InvalidMedia with the reason, StageTimeout if `stopped` is set.
     """
@@ -83,7 +86,7 @@ def load_embeds(
 
 
 def load_numbers(encoded: Sequence[Piece], stopped: threading.Event) -> npt.NDArray[Any]:
-    """At most 64 integers or floats, flat. Raises as `load_embeds` does."""
+    """Returns up to 64 integers or floats, flat. Raises the same errors as `load_embeds`."""
     data = _decode(encoded, _MAX_NUMBERS_FILE, stopped)
     declared = _reader(data)(data)
     if declared.dtype not in NUMBER_DTYPES:
@@ -98,26 +101,26 @@ def _decode(encoded: Sequence[Piece], max_bytes: int, stopped: threading.Event) 
     end = b"".join(piece[-2:].tobytes() for piece in encoded[-2:])[-2:]
     size = num_chars // 4 * 3 - end.count(b"=")
     if size > max_bytes:
-        raise MediaTooLarge(f"The embedding has {size} bytes; the limit is {max_bytes}.")
+        raise MediaTooLarge(f"The embedding has {size} bytes; the limit is {max_bytes}. Send fewer tokens.")
     if size <= 0 or num_chars % 4:
         raise InvalidMedia("The embedding is not valid base64: its length must be a multiple of 4.")
     data = _memory(size)
     try:
         for part in base64.decode(encoded):
             if stopped.is_set():
-                raise StageTimeout("The embedding was given up while it was decoded.")
+                raise StageTimeout("The request ended while its embedding was decoded. Try again later.")
             data.write(part)
-    except ValueError:  # of the decoder, and of a file that is too small for what came out
+    except ValueError:  # from the decoder, and from `write` if more came out than fits
         raise InvalidMedia(
-            "The embedding is not valid base64, without line breaks and with padding at its end alone."
+            "The embedding is not valid base64. Send it without line breaks and with padding only at its end."
         ) from None
     return data
 
 
 def _memory(size: int) -> mmap.mmap:
-    """Zeros. In huge pages where the system has them: small ones cost more to get than base64 to decode."""
+    """Returns zeroed memory. Huge pages are used if possible: small ones cost more than decoding base64."""
     data = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         data.madvise(mmap.MADV_HUGEPAGE)
     return data
 
@@ -153,11 +156,11 @@ def _verified(data: mmap.mmap, declared: _Declared, hidden_size: int | None) -> 
 
 
 def _contiguous(data: mmap.mmap, declared: _Declared, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A flat view of the file."""
+    """Returns the values as a flat view of the file."""
     shape = declared.shape
     if declared.strides is not None and not _is_contiguous(shape, declared.strides):
         raise InvalidMedia(
-            "The embedding's strides are not those of a contiguous tensor: save .contiguous()."
+            "The embedding's strides are not those of a contiguous tensor. Save its .contiguous()."
         )
     size = math.prod(shape)
     end = declared.start + size * dtype.itemsize
@@ -170,16 +173,17 @@ def _contiguous(data: mmap.mmap, declared: _Declared, dtype: np.dtype[Any]) -> n
 
 
 def _check_finite(dtype: str, values: npt.NDArray[Any]) -> None:
-    """In steps: a mask of all values would be as large as an embedding of bytes."""
-    exponent = np.array(_EXPONENTS[dtype]).astype(
-        f"u{values.itemsize}"
-    )  # all of its bits are set in NaN and inf
+    """Raises InvalidMedia for NaN and infinity. Works in steps, since a mask of all values is large."""
+    # All bits of the exponent are set in NaN and infinity only.
+    exponent = np.array(_EXPONENTS[dtype]).astype(f"u{values.itemsize}")
     bits = values.reshape(-1).view(exponent.dtype)
     for start in range(0, len(bits), _CHECKED):
         finite = bits[start : start + _CHECKED] & exponent != exponent
         if not finite.all():
             token, column = divmod(start + int(finite.argmin()), values.shape[1])
-            raise InvalidMedia(f"The embedding's value at [{token}, {column}] is not finite.")
+            raise InvalidMedia(
+                f"The embedding's value at [{token}, {column}] is not finite. Remove NaN and infinity."
+            )
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -200,41 +204,23 @@ def _digest(dtype: str, values: npt.NDArray[Any]) -> str:
 
 # npy
 
-_NPY_HEADER = re.compile(
-    rb"\{'descr': '([^']{1,32})', 'fortran_order': (True|False), "
-    rb"'shape': \(((?:\d{1,15}(?:, ?|(?=\))))*)\), \}\s*\Z"
-)
-_NPY_DTYPES = {
-    "<f2": "float16",
-    "<f4": "float32",
-    "<f8": "float64",
-    "<i4": "int32",
-    "<i8": "int64",
-}
-
 
 def _read_npy(data: mmap.mmap) -> _Declared:
-    length_format = "<H" if data[6:7] == b"\x01" else "<L"
-    start = 8 + struct.calcsize(length_format)
-    header = data[start : start + _length(data[8:start], length_format)]
-    match = _NPY_HEADER.match(header)
-    if not match:
-        raise InvalidMedia("The embedding's npy header is not as numpy writes it for a plain array.")
-    descr, fortran, shape = match.groups()
-    if fortran == b"True":
+    file = io.BytesIO(data[:_MAX_HEADER])  # numpy copies as much as the header declares, so it gets no more
+    try:
+        is_first_version = npy.read_magic(file) == (1, 0)
+        read_header = npy.read_array_header_1_0 if is_first_version else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(file)  # refuses headers over 10 kB
+        is_valid = _are_sizes(shape)
+    except Exception:  # noqa: BLE001
+        # numpy evaluates the header as a Python literal: hostile ones raise anything.
+        is_valid = False
+    if not is_valid:
+        raise InvalidMedia("The embedding's npy header is damaged. Write the array with numpy.save.")
+    if is_fortran:
         raise InvalidMedia("The embedding is in Fortran order; save numpy.ascontiguousarray of it.")
-    name = descr.decode("latin-1")
-    sizes = tuple(int(size) for size in shape.split(b",") if size.strip())
-    return _Declared(_NPY_DTYPES.get(name, name), sizes, None, start + len(header), len(data))
-
-
-def _length(field: bytes, length_format: str) -> int:
-    if len(field) != struct.calcsize(length_format):
-        raise InvalidMedia("The embedding is truncated: its header is not complete.")
-    (length,) = struct.unpack(length_format, field)
-    if length > _MAX_HEADER:
-        raise InvalidMedia(f"The embedding's header has {length} bytes; the limit is {_MAX_HEADER}.")
-    return int(length)
+    name = dtype.name if dtype.str.startswith("<") else dtype.str
+    return _Declared(name, shape, None, file.tell(), len(data))
 
 
 # safetensors
@@ -250,22 +236,37 @@ _SAFETENSORS_DTYPES = {
 
 
 def _read_safetensors(data: mmap.mmap) -> _Declared:
-    start = 8 + _length(data[:8], "<Q")
+    start = 8 + _header_length(data[:8])
     try:
         header = orjson.loads(data[8:start])
     except orjson.JSONDecodeError:
-        raise InvalidMedia("The embedding's safetensors header is not valid JSON.") from None
+        raise InvalidMedia(
+            "The embedding's safetensors header is not valid JSON. Save the file again."
+        ) from None
     tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
     match tensors:
         case [{"dtype": str(dtype), "shape": [*shape], "data_offsets": [0, int(size)]}] if _are_sizes(shape):
             name = _SAFETENSORS_DTYPES.get(dtype, dtype[:16])
             return _Declared(name, tuple(shape), None, start, start + size)
         case [_]:
-            raise InvalidMedia("The embedding's safetensors header does not describe a tensor.")
+            raise InvalidMedia(
+                "The embedding's safetensors header does not describe a tensor. Save the file again."
+            )
     raise InvalidMedia(f"The embedding's safetensors file holds {len(tensors)} tensors; it must hold one.")
 
 
-def _are_sizes(values: list[Any] | tuple[Any, ...]) -> bool:
+def _header_length(field: bytes) -> int:
+    if len(field) != 8:
+        raise InvalidMedia("The embedding is truncated: its header is not complete. Send the whole file.")
+    length = int.from_bytes(field, "little")
+    if length > _MAX_HEADER:
+        raise InvalidMedia(
+            f"The embedding's header has {length} bytes; the limit is {_MAX_HEADER}. Remove its metadata."
+        )
+    return length
+
+
+def _are_sizes(values: Sequence[object]) -> bool:
     return all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
@@ -285,7 +286,7 @@ _TORCH_DTYPES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-# Names that give away what else was saved.
+# Functions in a pickle that show which other kind of object was saved.
 _NOT_PLAIN = {
     "torch._utils _rebuild_tensor_v3": f"a tensor whose dtype is none of {', '.join(DTYPES)}",
     "torch._utils _rebuild_sparse_tensor": "a sparse tensor; save its .to_dense()",
@@ -301,28 +302,36 @@ _NUMBERS_AND_TEXT = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE"}
 
 @dataclass(frozen=True, slots=True)
 class _Global:
-    name: str  # "module name"; never looked up
+    """A name in the pickle. It is never imported."""
+
+    name: str  # "module name"
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    id: Any  # ("storage", type, key of the record, device, number of elements)
+    """A reference to a record of the archive."""
+
+    id: object  # ("storage", type, key of the record, device, number of elements)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    function: Any
-    args: Any
+    """A call that the pickle asks for. It is never made."""
+
+    function: object
+    args: object
 
 
 def _read_torch(data: mmap.mmap) -> _Declared:
     records = _records(data)
     if "constants.pkl" in records:
-        raise InvalidMedia("The embedding is a TorchScript archive; send torch.save of a tensor.")
+        raise InvalidMedia("The embedding is a TorchScript archive. Send torch.save of a tensor.")
     if "data.pkl" not in records:
-        raise InvalidMedia("The embedding is a zip archive, but not one of torch.save.")
+        raise InvalidMedia(
+            "The embedding is a zip archive, but not one of torch.save. Send torch.save of a tensor."
+        )
     if "byteorder" in records and _small(data, *records["byteorder"]) != b"little":
-        raise InvalidMedia("The embedding was saved on a big-endian machine.")
+        raise InvalidMedia("The embedding was saved on a big-endian machine. Save it on a little-endian one.")
     match _unpickled(_small(data, *records["data.pkl"])):
         case _Call(
             _Global("torch._utils _rebuild_tensor_v2"),
@@ -349,24 +358,33 @@ def _declared(
 ) -> _Declared:
     dtype = _TORCH_DTYPES.get(storage.removeprefix("torch "), "not known here")
     if record not in records:
-        raise InvalidMedia("The embedding is truncated: its archive lacks the record of its values.")
+        raise InvalidMedia(
+            "The embedding is truncated: its archive lacks the record of its values. Send the whole file."
+        )
     start, end = records[record]
     itemsize = np.dtype(DTYPES.get(dtype, np.uint8)).itemsize
     return _Declared(dtype, shape, strides, start + offset * itemsize, end)
 
 
-def _unpickled(pickle: bytes) -> Any:
-    """The pickle's one object, read as data: names stay names, and calls are noted down, not made."""
+def _unpickled(pickle: bytes) -> object:
+    """Returns the pickle's one object as data: names are not imported, and calls are recorded, not made."""
     try:
         return _replayed(pickle)
     except (ValueError, IndexError, KeyError, TypeError):
-        raise InvalidMedia("The embedding's pickle is damaged.") from None
+        raise InvalidMedia("The embedding's pickle is damaged. Send torch.save of a tensor.") from None
 
 
-def _replayed(pickle: bytes) -> Any:
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[Any, Any] = {}
+def _replayed(pickle: bytes) -> object:
+    """Runs the pickle's stack machine on plain data.
+
+    The opcodes below are all that torch.save writes for a plain tensor (pickle protocol 2). A call of
+    `_rebuild_tensor_v2` (GLOBAL, REDUCE) takes the storage (BINPERSID of a tuple), offset, shape and strides
+    (numbers in tuples), requires_grad (NEWTRUE, NEWFALSE) and an empty OrderedDict of hooks. BINPUT and
+    BINGET share repeated values. Any other opcode means that something else was saved.
+    """
+    stack: list[object] = []
+    marks: list[int] = []  # stack heights at which MARK began a TUPLE
+    memo: dict[object, object] = {}
     for opcode, arg, _ in pickletools.genops(pickle):
         match opcode.name:
             case "PROTO":
@@ -416,26 +434,28 @@ def _not_a_plain_tensor(but: str | None = None) -> InvalidMedia:
 
 
 def _records(data: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Name without the archive's folder -> where the record's bytes begin and end."""
+    """Maps each name, without the archive's folder, to the begin and end of the record's bytes."""
     try:
         with zipfile.ZipFile(_Directory(data)) as archive:  # type: ignore[call-overload]
             entries: list[zipfile.ZipInfo] = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, struct.error):
-        raise InvalidMedia("The embedding's zip archive is truncated or damaged.") from None
+        raise InvalidMedia(
+            "The embedding's zip archive is truncated or damaged. Send the whole file."
+        ) from None
     records = {entry.filename.partition("/")[2]: entry for entry in entries}
     compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     if compressed and "constants.pkl" not in records:
         raise InvalidMedia(
-            "The embedding's zip archive is compressed; torch.save stores its records as they are."
+            "The embedding's zip archive is compressed. Send the file as torch.save writes it."
         )
     return {name: _extent(data, entry) for name, entry in records.items()}
 
 
 def _extent(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    offset = entry.header_offset  # below 0 where the archive's own offsets are wrong
+    offset = entry.header_offset  # negative if the archive's own offsets are wrong
     header = data[offset : offset + 30] if offset >= 0 else b""
     if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
-        raise InvalidMedia("The embedding's zip archive is truncated or damaged.")
+        raise InvalidMedia("The embedding's zip archive is truncated or damaged. Send the whole file.")
     name_length, extra_length = struct.unpack("<HH", header[26:])
     start = offset + 30 + name_length + extra_length
     return start, start + entry.file_size
@@ -443,12 +463,14 @@ def _extent(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
 
 def _small(data: mmap.mmap, start: int, end: int) -> bytes:
     if end - start > _MAX_HEADER:
-        raise InvalidMedia("The embedding's archive has a description larger than a plain tensor's.")
+        raise InvalidMedia(
+            "The embedding's archive has a description larger than a plain tensor's. Save one tensor."
+        )
     return data[start:end]
 
 
 class _Directory:
-    """What zipfile reads of an archive, unless its directory is larger than any tensor's."""
+    """A file for zipfile that refuses to read a directory larger than that of any tensor."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data

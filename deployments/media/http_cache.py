@@ -1,8 +1,7 @@
-"""Which responses may be kept, for how long they answer unasked, and the memory that holds them.
+"""A cache of HTTP responses in memory, with the rules of RFC 9111 for how long each may be used.
 
-Pure: no sockets. A shared cache in the terms of RFC 9111: it answers every client, so what is meant for one
-is not kept. Nothing is guessed: what says nothing about its freshness is asked for each time, and not even
-kept if the host gave no validator to ask with.
+It is a shared cache: it serves every client, so private responses are not kept. It does not guess a lifetime:
+a response without explicit freshness is revalidated each time, and not kept if the host gave no validator.
 """
 
 from __future__ import annotations
@@ -10,114 +9,107 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-# A signed URL is a credential. It ends when the host says so, and the next one for the same file is another.
+from deployments.runtime.lru_cache import CountingLRUCache
+
+# A signed URL is a credential that the host may revoke. The next one for the same file differs anyway.
 _CREDENTIAL = re.compile(
     r"[?&](?:x-(?:amz|goog|oss|cos)-(?:signature|credential|security-token)|q-signature|signature|sig|hmac"
     r"|(?:access_?|auth_?|id_)?token|jwt|authorization|auth|api_?key|key-pair-id)=",
     re.IGNORECASE,
 )
 _DIRECTIVE = re.compile(r'([^\s,="]+)(?:\s*=\s*(?:"([^"]*)"|([^\s,"]*)))?')
-_LIFETIMES = ("s-maxage", "max-age")  # the first that is there counts: s-maxage is meant for shared caches
+_LIFETIMES = ("s-maxage", "max-age")  # the first one present counts: s-maxage is for shared caches
 _VALIDATORS = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
 _FRESHNESS = ("cache-control", "expires", "pragma", "vary")
 
-Headers = Mapping[str, str]  # names in lower case; the values of a repeated one joined by commas
+Headers = Mapping[str, str]  # names in lower case; values of a repeated header joined by commas
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    url: str
     body: bytes  # decompressed
-    headers: Headers  # those that validate it or say how long it stays fresh
+    headers: Headers  # only those that validate the body or limit its freshness
     fresh_until: float  # seconds since the epoch
 
     @property
     def conditions(self) -> dict[str, str]:
-        """Request headers that make the host answer 304 if this is still its content."""
+        """Request headers that make the host answer 304 if its content has not changed."""
         return {ask: self.headers[name] for name, ask in _VALIDATORS.items() if name in self.headers}
+
+    @property
+    def num_bytes(self) -> int:
+        headers = sum(len(name) + len(value) for name, value in self.headers.items())
+        return len(self.url) + len(self.body) + headers
 
 
 class HttpCache:
-    """Bodies by URL, at most `max_bytes` with keys and headers; what was used longest ago goes first."""
+    """Keeps up to `max_bytes` of response bodies, URLs and headers. Evicts the least recently used."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        self._max_bytes = max_bytes
-        self._clock = clock  # seconds since the epoch: hosts name points in time
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self.hits = 0  # answered without asking the host
-        self.misses = 0  # the host had to be asked
-        self.revalidated = 0  # of the misses: the host said that nothing changed
-        self.evictions = 0
-        self.bytes = 0
+        # A response over a quarter of the cache would evict too many others.
+        self._entries: CountingLRUCache[str, Entry] = CountingLRUCache(
+            max_bytes, lambda entry: entry.num_bytes, max_value_size=max_bytes // 4
+        )
+        self.now = clock  # seconds since the epoch, because hosts give points in time
+        self.hits = 0  # the entry was fresh
+        self.misses = 0  # the host has to be asked, for the body or for a 304
 
-    def now(self) -> float:
-        return self._clock()
+    @property
+    def num_bytes(self) -> int:
+        return int(self._entries.currsize)
+
+    @property
+    def evictions(self) -> int:
+        return self._entries.evictions
 
     def find(self, url: str) -> tuple[Entry | None, bool]:
-        """What is kept of the URL, and whether it is fresh; if not, its `conditions` are to be asked."""
+        """Returns the entry, and True if it is fresh. The `conditions` of a stale entry can renew it."""
         entry = self._entries.get(url)
-        if entry:
-            self._entries.move_to_end(url)
         is_fresh = entry is not None and self.now() < entry.fresh_until
         self.hits += is_fresh
         self.misses += not is_fresh
         return entry, is_fresh
 
     def store(self, url: str, body: bytes, headers: Headers, asked_at: float) -> None:
-        """Keeps a 200's body, if its headers let it and it is no more than a quarter of all."""
-        self._drop(url)
+        """Keeps the body of a 200 if its headers permit that and it is at most a quarter of the cache."""
         kept = {name: value for name, value in headers.items() if _matters(name, value)}
-        entry = Entry(body, kept, _fresh_until(headers, asked_at))
-        useful = entry.conditions or self.now() < entry.fresh_until
-        if useful and _may_store(url, headers) and _num_bytes(url, entry) * 4 <= self._max_bytes:
-            self._keep(url, entry)
+        entry = Entry(url, body, kept, _fresh_until(headers, asked_at))
+        is_useful = entry.conditions or self.now() < entry.fresh_until
+        if is_useful and _may_store(url, headers):
+            self._entries.store(url, entry)
+        else:
+            self._entries.pop(url, None)
 
     def renew(self, url: str, entry: Entry, headers: Headers, asked_at: float) -> None:
-        """The host answered 304 with `headers` to the entry's conditions."""
-        self.revalidated += 1
-        if self._entries.get(url) is entry:  # else someone else has just been told something newer
-            # The validators stay: they are those of the body that is here.
+        """Applies the `headers` of a 304, the host's answer to the entry's conditions."""
+        if self._entries.get(url) is entry:  # else another request has stored a newer one
+            # The old validators stay, because they belong to the body that is kept.
             said = {name: headers[name] for name in ("age", "date", *_FRESHNESS) if name in headers}
             self.store(url, entry.body, {**entry.headers, **said}, asked_at)
 
     def clear(self) -> None:
         self._entries.clear()
-        self.bytes = 0
-
-    def _keep(self, url: str, entry: Entry) -> None:
-        self._entries[url] = entry
-        self.bytes += _num_bytes(url, entry)
-        while self.bytes > self._max_bytes:
-            self._drop(next(iter(self._entries)))
-            self.evictions += 1
-
-    def _drop(self, url: str) -> None:
-        if entry := self._entries.pop(url, None):
-            self.bytes -= _num_bytes(url, entry)
-
-
-def _num_bytes(url: str, entry: Entry) -> int:
-    return len(entry.body) + len(url) + sum(len(k) + len(v) for k, v in entry.headers.items())
 
 
 def _matters(name: str, value: str) -> bool:
-    if name in _VALIDATORS:  # what cannot be sent back is none
+    if name in _VALIDATORS:  # a value that cannot be sent back is ignored
         return value != "" and value.isascii() and value.isprintable()
     return name in _FRESHNESS
 
 
 def _may_store(url: str, headers: Headers) -> bool:
-    # Every other Vary is kept: what it names is the same in all requests of the fetcher.
+    # Any other Vary is no obstacle: the fetcher sends the same headers in all requests.
     varies = "*" in headers.get("vary", "")
     return not (varies or {"no-store", "private"} & _directives(headers).keys() or _CREDENTIAL.search(url))
 
 
 def _fresh_until(headers: Headers, asked_at: float) -> float:
-    """Counted from when the request was sent, so that the time it took is part of the age."""
+    """Returns a time in seconds since the epoch. The age counts from the sending of the request."""
     directives = _directives(headers)
     if "no-cache" in directives:
         return -math.inf
@@ -135,9 +127,9 @@ def _fresh_until(headers: Headers, asked_at: float) -> float:
 
 
 def _directives(headers: Headers) -> dict[str, str]:
-    """Cache-Control; of directives that stand there twice the strictest, which here is the shortest time."""
+    """Returns the Cache-Control directives. Of a repeated directive the shortest time counts."""
     text = headers.get("cache-control")
-    if text is None:  # HTTP/1.0's way to say no-cache, which Cache-Control overrides
+    if text is None:  # HTTP/1.0's form of no-cache, which Cache-Control overrides
         text = headers.get("pragma", "")
     found: dict[str, str] = {}
     for name, quoted, plain in _DIRECTIVE.findall(text.lower()):
@@ -147,7 +139,7 @@ def _directives(headers: Headers) -> dict[str, str]:
 
 
 def _seconds(text: str) -> int:
-    """0 for what is no number: stale. Ten digits are centuries; int() refuses thousands of them."""
+    """Returns 0, which means stale, for anything but a number. Ten digits suffice for centuries."""
     return int(text[:10]) if text.isascii() and text.isdecimal() else 0
 
 

@@ -26,7 +26,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.media.containers import Decoded, check_cancelled, refuse
-from deployments.media.image_parts import check_exif, check_parts
+from deployments.media.guards.image_chunks import check_chunks, check_exif
 
 # Not EPS, PDF and WMF, which start helper programs, nor SVG, JPEG 2000 and other formats that only fuzzers
 # send. Importing the plugins by name keeps Pillow from importing all of them at the first unknown file.
@@ -168,7 +168,7 @@ def _open(data: bytes, limits: ImageLimits) -> Any:
             image: Any = pillow_heif.HeifImageFile(io.BytesIO(data))
         else:
             _check_icons(data, limits)
-            check_parts(data)
+            check_chunks(data)
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except UnidentifiedImageError:
         refuse(data, "image", _NAMES)

@@ -26,8 +26,8 @@ from PIL import Image, UnidentifiedImageError
 
 from deployments.errors import InvalidMedia, MediaTooLarge
 from deployments.media.containers import Decoded, check_cancelled, container_mime, open_container, refuse
+from deployments.media.guards.image_chunks import check_chunks
 from deployments.media.image import MIMES, PILLOW_ERRORS, rgb_tiles
-from deployments.media.image_parts import check_parts
 from deployments.types import Modality, VideoMetadata
 
 RGB = npt.NDArray[np.uint8]
@@ -373,7 +373,7 @@ def _rgb(reformatter: VideoReformatter, frame: Any, size: tuple[int, int]) -> RG
 
 
 def _read_animation(data: bytes, sampling: _Sampling) -> tuple[Timeline, list[int], RGB, str]:
-    check_parts(data)
+    check_chunks(data)
     try:
         with Image.open(io.BytesIO(data), formats=[_ANIMATIONS[data[:4]]]) as image:
             sampling.check_size(*image.size)

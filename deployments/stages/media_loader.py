@@ -13,14 +13,14 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from deployments.errors import FetchRefused, MediaTooLarge
 from deployments.media import data_uri
 from deployments.media.audio import AudioLimits
 from deployments.media.decoder import Decoder, content_digest, silence_pillow
 from deployments.media.fetch import Fetched, Fetcher
 from deployments.media.http_cache import HttpCache
 from deployments.media.image import PILLOW_MAX_PIXELS, ImageLimits
-from deployments.media.urls import UrlPolicy, local_path
+from deployments.media.local_files import read_file
+from deployments.media.urls import UrlPolicy
 from deployments.media.video import VideoLimits
 from deployments.runtime.call_record import current_call
 from deployments.runtime.lru_cache import CountingLRUCache
@@ -220,7 +220,7 @@ class MediaLoader(Stage):
     def _caches(self) -> dict[str, CacheStats]:
         http, decoded = self._cache, self._decoded
         return {
-            "http": CacheStats(http.hits, http.misses, http.evictions, self._by_url.joins, http.bytes),
+            "http": CacheStats(http.hits, http.misses, http.evictions, self._by_url.joins, http.num_bytes),
             "decoded": CacheStats(decoded.hits, decoded.misses, decoded.evictions, self._by_content.joins),
         }
 
@@ -237,7 +237,7 @@ class MediaLoader(Stage):
         max_bytes = self._decoder.max_bytes[source.modality]
         if source.url[:5].lower() == "file:":
             root = self._config.allowed_local_media_path
-            return await self._decode(partial(_read_file, source.url, root, max_bytes), source, options)
+            return await self._decode(partial(read_file, source.url, root, max_bytes), source, options)
         return await self._load_web(source, options, max_bytes)
 
     async def _load_web(self, source: MediaSource, options: MediaOptions, max_bytes: int) -> Media:
@@ -315,17 +315,3 @@ class MediaLoader(Stage):
     ) -> Media:
         media, arrays = self._decoder.decode(data, digest, modality, options, cancelled)
         return replace(media, payload=pack(arrays))
-
-
-def _read_file(url: str, root: str, max_bytes: int) -> bytes:
-    path = local_path(url, root)
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError:
-        raise FetchRefused(
-            "This server may not read the file that the file: URL names. Send the data itself."
-        ) from None
-    if len(data) > max_bytes:
-        raise MediaTooLarge(f"The file is larger than the limit of {max_bytes} bytes. Send a smaller one.")
-    return data

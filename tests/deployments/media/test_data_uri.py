@@ -32,7 +32,7 @@ def uri(header: str, data: bytes, max_bytes: int = 1 << 20, cuts: Iterable[int] 
         "a/b;charset=utf-8;name=a.png; base64 ;x=y",
     ],
 )
-def test_base64_is_recognised_whatever_stands_around_it(header: str) -> None:
+def test_base64_is_recognised_among_other_parameters(header: str) -> None:
     assert uri(header, BASE64) == DATA
 
 
@@ -49,7 +49,7 @@ def test_base64_is_recognised_whatever_stands_around_it(header: str) -> None:
     ],
     ids=["lines", "whitespace", "url-safe", "unpadded", "url-safe unpadded", "quoted", "quoted padding"],
 )
-def test_base64_in_its_usual_disguises(data: bytes) -> None:
+def test_lenient_base64_is_accepted(data: bytes) -> None:
     assert uri("image/png;base64", data) == DATA
 
 
@@ -65,12 +65,12 @@ def test_base64_in_its_usual_disguises(data: bytes) -> None:
         (b" \n", "no data"),
     ],
 )
-def test_what_is_not_base64_is_refused(data: bytes, message: str) -> None:
+def test_invalid_base64_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(InvalidMedia, match=message):
         uri("image/png;base64", data)
 
 
-def test_percent_encoding() -> None:
+def test_percent_encoding_is_decoded() -> None:
     assert uri("image/svg+xml", b"%00a%fF%20+") == b"\x00a\xff +"
     assert uri("", quote_from_bytes(DATA).encode()) == DATA
 
@@ -104,15 +104,15 @@ cuts = st.lists(st.integers(0, 300), max_size=8)
 
 
 @given(st.binary(min_size=1, max_size=200), cuts)
-def test_every_byte_string_survives_however_it_is_cut(data: bytes, cuts: list[int]) -> None:
+def test_any_bytes_survive_any_cuts(data: bytes, cuts: list[int]) -> None:
     text = base64.b64encode(data)
-    for disguised in (text, broken_into_lines(text), text.rstrip(b"="), quote_from_bytes(text, "").encode()):
-        assert uri(";base64", disguised, cuts=cuts) == data
+    for written in (text, broken_into_lines(text), text.rstrip(b"="), quote_from_bytes(text, "").encode()):
+        assert uri(";base64", written, cuts=cuts) == data
     assert uri("", quote_from_bytes(data, safe="").encode(), cuts=cuts) == data
 
 
 @given(st.lists(st.sampled_from([b"A", b"/", b"=", b" ", b"%", b"%3d", b"-", b"!"]), max_size=12), cuts)
-def test_where_it_is_cut_makes_no_difference(parts: list[bytes], cuts: list[int]) -> None:
+def test_cuts_make_no_difference(parts: list[bytes], cuts: list[int]) -> None:
     text = b"".join(parts)
     assert outcome(";base64", text, cuts) == outcome(";base64", text, [])
     assert outcome("", text, cuts) == outcome("", text, [])
@@ -126,7 +126,7 @@ def outcome(header: str, data: bytes, cuts: list[int]) -> bytes | type[Exception
 
 
 @given(st.text(max_size=20), st.binary(max_size=100), cuts)
-def test_nothing_but_the_declared_errors(header: str, data: bytes, cuts: list[int]) -> None:
+def test_only_declared_errors_are_raised(header: str, data: bytes, cuts: list[int]) -> None:
     try:
         uri(header, data, cuts=cuts)
     except InvalidMedia as error:
@@ -134,7 +134,7 @@ def test_nothing_but_the_declared_errors(header: str, data: bytes, cuts: list[in
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
-def test_percent_signs_at_the_borders_of_slices(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escapes_across_slices_are_decoded(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_uri.base64, "_SLICE", 8)
     text = b"a" * shift + b"%41b%2542%20" * 5
     assert uri("", text) == unquote_to_bytes(text)

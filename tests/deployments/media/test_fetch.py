@@ -1,4 +1,4 @@
-"""Against real servers on loopback, which the policy must be told to allow."""
+"""Tests the fetcher against real servers on loopback, which the policy must allow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def redirect(location: Callable[[web.Request], str], status: int = 302) -> Handl
     return handler
 
 
-async def test_the_body_arrives_whatever_its_type_says() -> None:
+async def test_the_body_arrives_with_any_content_type() -> None:
     body = bytes(range(256)) * 4096
     for headers in ({"Content-Type": "text/html"}, {}):
         async with serving(answer(body, headers=headers)) as host, fetching() as fetcher:
@@ -59,7 +59,7 @@ async def test_the_url_is_sent_byte_for_byte_with_a_user_agent_and_no_cookies() 
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 451])
-async def test_a_4xx_of_the_host_is_refused_and_named_without_a_retry(status: int) -> None:
+async def test_a_4xx_is_refused_without_a_retry(status: int) -> None:
     async with serving(answer(b"<html>", status=status)) as host, fetching() as fetcher:
         with pytest.raises(FetchRefused, match=f"The media host answered {status}"):
             await fetcher.fetch(host.url(), MIB, 5)
@@ -67,14 +67,14 @@ async def test_a_4xx_of_the_host_is_refused_and_named_without_a_retry(status: in
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 599])
-async def test_what_may_pass_is_tried_twice(status: int) -> None:
+async def test_transient_statuses_are_retried_once(status: int) -> None:
     async with serving(answer(status=status)) as host, fetching() as fetcher:
         with pytest.raises(FetchFailed, match=f"The media host answered {status}"):
             await fetcher.fetch(host.url(), MIB, 5)
         assert len(host.requests) == 2
 
 
-async def test_the_second_try_counts() -> None:
+async def test_a_retry_can_succeed() -> None:
     statuses = iter([503, 200])
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -93,7 +93,7 @@ async def test_the_second_try_counts() -> None:
         pytest.param(b"HTTP/1.1 2x0\r\n\r\n", id="bad status"),
     ],
 )
-async def test_a_broken_host_is_tried_twice_and_failed(said: bytes) -> None:
+async def test_a_broken_host_is_retried_once(said: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(said)
@@ -101,10 +101,10 @@ async def test_a_broken_host_is_tried_twice_and_failed(said: bytes) -> None:
     async with raw_serving(talk) as (port, connections), fetching() as fetcher:
         with pytest.raises(FetchFailed, match="broke the connection or does not speak HTTP"):
             await fetcher.fetch(f"http://127.0.0.1:{port}/", MIB, 5)
-        assert len(connections) in (2, 4)  # aiohttp tries once more by itself where nothing came back at all
+        assert len(connections) in (2, 4)  # aiohttp itself retries if nothing came back
 
 
-async def test_an_unreachable_host() -> None:
+async def test_an_unreachable_host_fails() -> None:
     async with serving(answer()) as host:
         closed = host.url()
     async with fetching() as fetcher:
@@ -115,17 +115,17 @@ async def test_an_unreachable_host() -> None:
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
-        (socket.EAI_NONAME, FetchRefused, "name is not known. Check the URL"),
-        (socket.EAI_NODATA, FetchRefused, "name is not known. Check the URL"),
+        (socket.EAI_NONAME, FetchRefused, "name is unknown. Check the URL"),
+        (socket.EAI_NODATA, FetchRefused, "name is unknown. Check the URL"),
         (socket.EAI_AGAIN, FetchFailed, "name cannot be resolved"),
         (socket.EAI_FAIL, FetchFailed, "name cannot be resolved"),
     ],
 )
-async def test_a_name_that_does_not_resolve(
+async def test_an_unresolvable_name_fails_or_is_refused(
     monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str
 ) -> None:
     async def getaddrinfo(*args: object, **kwargs: object) -> None:
-        raise socket.gaierror(code, "as the resolver says it")
+        raise socket.gaierror(code, "the resolver's own text")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     async with fetching() as fetcher:
@@ -133,13 +133,13 @@ async def test_a_name_that_does_not_resolve(
             await fetcher.fetch("http://no-such-host.invalid/", MIB, 5)
 
 
-async def test_a_host_without_tls() -> None:
+async def test_a_host_without_tls_fails() -> None:
     async with serving(answer()) as host, fetching() as fetcher:
         with pytest.raises(FetchFailed, match="TLS"):
             await fetcher.fetch(host.url().replace("http:", "https:"), MIB, 5)
 
 
-async def test_a_host_that_never_answers() -> None:
+async def test_a_silent_host_times_out() -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError
@@ -149,13 +149,13 @@ async def test_a_host_that_never_answers() -> None:
             await fetcher.fetch(host.url(), MIB, 0.05)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["length told", "chunked"])
-async def test_the_byte_cap_stops_the_stream(told: bool) -> None:
+@pytest.mark.parametrize("has_length", [True, False], ids=["content length", "chunked"])
+async def test_the_byte_cap_stops_the_stream(has_length: bool) -> None:
     stopped = asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
-        if told:
+        if has_length:
             response.content_length = 1 << 40
         await response.prepare(request)
         try:
@@ -166,7 +166,7 @@ async def test_the_byte_cap_stops_the_stream(told: bool) -> None:
             raise
 
     async with serving(handler) as host, fetching() as fetcher:
-        with pytest.raises(MediaTooLarge, match=f"over the limit of {MIB} bytes"):
+        with pytest.raises(MediaTooLarge, match=f"larger than the limit of {MIB} bytes"):
             await fetcher.fetch(host.url(), MIB, 5)
         await asyncio.wait_for(stopped.wait(), 5)
 
@@ -244,10 +244,10 @@ async def test_redirects_are_bounded() -> None:
         assert len(host.requests) == 4
 
 
-async def test_a_redirect_without_a_location_and_an_odd_status() -> None:
+async def test_a_redirect_without_a_location_and_an_unasked_304_fail() -> None:
     async with fetching() as fetcher:
         async with serving(answer(status=302)) as host:
-            with pytest.raises(FetchFailed, match="leads nowhere"):
+            with pytest.raises(FetchFailed, match="redirect without a Location"):
                 await fetcher.fetch(host.url(), MIB, 5)
         async with serving(answer(status=304)) as host:
             with pytest.raises(FetchFailed, match="answered 304"):
@@ -264,13 +264,13 @@ async def test_no_hostile_spelling_makes_a_connection() -> None:
         for url in table:
             with pytest.raises((FetchRefused, FetchFailed)) as failed:
                 await fetcher.fetch(url, MIB, 5)
-            # A resolver that fails is the one thing that is nobody's fault.
+            # A failing resolver is the only other acceptable reason.
             assert isinstance(failed.value, FetchRefused) or "cannot be resolved" in failed.value.message, url
         assert connections == []
 
 
-async def test_no_redirect_leads_to_what_is_refused() -> None:
-    """The host is allowed, where it sends us to is not: neither directly nor after a hop of its own."""
+async def test_redirects_to_refused_urls_are_refused() -> None:
+    """The first host is allowed. It redirects to a refused URL, directly or after a hop on itself."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise AssertionError("reached")
@@ -350,7 +350,7 @@ async def test_connections_to_one_host_are_bounded() -> None:
 CONDITIONS = {"If-None-Match": '"1"'}
 
 
-async def test_a_host_may_say_that_nothing_changed() -> None:
+async def test_a_304_to_conditions_is_not_modified() -> None:
     async with serving(answer(b"", status=304, headers={"ETag": '"1"'})) as host, fetching() as fetcher:
         fetched = await fetcher.fetch(host.url(), MIB, 5, CONDITIONS)
         assert host.requests[0].headers["If-None-Match"] == '"1"'
@@ -371,7 +371,7 @@ async def test_only_the_urls_own_content_is_cacheable() -> None:
         assert [each.cacheable for each in fetched] == [True, False, False]
 
 
-async def test_conditions_are_for_the_first_hop() -> None:
+async def test_conditions_are_sent_on_the_first_hop_only() -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         if request.raw_path == "/here":
             return web.Response(status=302, headers={"Location": "/there"})

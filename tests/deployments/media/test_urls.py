@@ -1,6 +1,5 @@
 import ipaddress
 import socket
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -8,14 +7,14 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from deployments.errors import FetchRefused
-from deployments.media.urls import UrlPolicy, local_path
+from deployments.media.urls import UrlPolicy
 from tests.support.hostile_urls import HOSTILE, MALFORMED
 
 POLICY = UrlPolicy()
 
 
 @pytest.mark.parametrize("host", HOSTILE)
-def test_hosts_that_lead_inside_are_refused(host: str) -> None:
+def test_hosts_inside_the_network_are_refused(host: str) -> None:
     for url in (f"http://{host}/", f"https://{host}:8443/x?y", f"HTTP://{host}"):
         with pytest.raises(FetchRefused) as refused:
             POLICY.check_url(url)
@@ -42,11 +41,11 @@ def test_malformed_and_foreign_urls_are_refused(url: str) -> None:
         ("http://8.8.8.8/x", "http://8.8.8.8/x"),
         ("http://[2606:4700::1111]:81/x", "http://[2606:4700::1111]:81/x"),
         ("http://[::ffff:8.8.8.8]/", "http://[::ffff:8.8.8.8]/"),
-        ("http://localhost/", "http://localhost/"),  # a name: decided by the address behind it
+        ("http://localhost/", "http://localhost/"),  # a name: its address is checked later
         ("http://example.com/{a}|^`<>\"'", "http://example.com/{a}|^`<>\"'"),
     ],
 )  # fmt: skip
-def test_allowed_urls_are_sent_as_they_are(url: str, sent: str) -> None:
+def test_allowed_urls_are_sent_unchanged(url: str, sent: str) -> None:
     assert POLICY.check_url(url) == sent
     assert str(URL(sent, encoded=True)) == sent
 
@@ -75,7 +74,7 @@ def test_public_addresses_are_allowed(address: str) -> None:
         ("4000::1", "a reserved address"),
     ],
 )
-def test_a_refusal_says_why_and_not_where(address: str, reason: str) -> None:
+def test_a_refusal_names_the_reason_and_not_the_address(address: str, reason: str) -> None:
     with pytest.raises(FetchRefused, match=f"leads to {reason}, which this server") as refused:
         POLICY.check_address(address)
     assert address.partition("%")[0] not in refused.value.message
@@ -83,7 +82,7 @@ def test_a_refusal_says_why_and_not_where(address: str, reason: str) -> None:
 
 @given(st.integers(0, 2**32 - 1).map(ipaddress.IPv4Address))
 @example(ipaddress.IPv4Address("192.0.0.9"))
-def test_no_ipv4_address_is_reached_that_python_calls_not_global(address: ipaddress.IPv4Address) -> None:
+def test_ipv4_addresses_that_are_not_global_are_refused(address: ipaddress.IPv4Address) -> None:
     spellings = [str(address), f"::ffff:{address}", f"64:ff9b::{address}"]
     if not address.is_global or address.is_multicast:
         for spelling in spellings:
@@ -92,20 +91,20 @@ def test_no_ipv4_address_is_reached_that_python_calls_not_global(address: ipaddr
 
 
 @given(st.integers(0, 2**128 - 1).map(ipaddress.IPv6Address))
-def test_no_ipv6_address_is_reached_that_python_calls_not_global(address: ipaddress.IPv6Address) -> None:
+def test_ipv6_addresses_that_are_not_global_are_refused(address: ipaddress.IPv6Address) -> None:
     if address.ipv4_mapped is None and (not address.is_global or address.is_multicast):
         with pytest.raises(FetchRefused):
             POLICY.check_address(str(address))
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["{}", "{:#x}", "0{:o}"]))
-def test_an_address_as_one_number_is_never_dialled(number: int, spelling: str) -> None:
+def test_an_address_written_as_one_number_is_refused(number: int, spelling: str) -> None:
     with pytest.raises(FetchRefused, match=r"unusual spelling|leads to"):
         POLICY.check_url(f"http://{spelling.format(number)}/")
 
 
 @given(st.text(max_size=60), st.text("0123456789.x:[]@\\/%#?a", max_size=30))
-def test_what_passes_means_the_same_to_the_client_that_dials(text: str, tail: str) -> None:
+def test_the_http_client_reads_an_accepted_url_the_same_way(text: str, tail: str) -> None:
     for url in (text, "http://" + text, "http://" + tail, "http://example.com" + tail):
         try:
             sent = POLICY.check_url(url)
@@ -130,7 +129,7 @@ def numeric(host: str) -> bool:
     return True
 
 
-def test_only_the_allowed_domains() -> None:
+def test_only_allowed_domains_pass() -> None:
     policy = UrlPolicy.of(["Media.Example.COM", "cdn.example."], [])
     for url in ("http://media.example.com/", "https://MEDIA.example.com.:444/x", "http://cdn.example/"):
         policy.check_url(url)
@@ -149,7 +148,7 @@ def test_allowed_domains_do_not_open_private_networks() -> None:
         UrlPolicy.of(["127.0.0.1"], []).check_url("http://127.0.0.1/")
 
 
-def test_allowed_private_networks() -> None:
+def test_allowed_private_networks_pass() -> None:
     policy = UrlPolicy.of([], ["127.0.0.0/8", "10.1.0.0/16", "fd00::/8"])
     for address in ("127.0.0.1", "10.1.2.3", "fd00::1", "::ffff:127.0.0.1"):
         policy.check_address(address)
@@ -161,48 +160,6 @@ def test_allowed_private_networks() -> None:
         policy.check_url("http://127.1/")
 
 
-def test_a_network_that_is_none_is_refused_at_start() -> None:
+def test_an_invalid_network_is_refused() -> None:
     with pytest.raises(ValueError, match="not appear to be an IPv4 or IPv6 network"):
         UrlPolicy.of([], ["10.0.0.0/33"])
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "media"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "a b.png").write_bytes(b"x")
-    (folder / "sub" / "c.png").write_bytes(b"x")
-    (tmp_path / "secret").write_bytes(b"x")
-    (folder / "out").symlink_to(tmp_path / "secret")
-    (folder / "in").symlink_to(folder / "sub" / "c.png")
-    (folder / "loop").symlink_to(folder / "loop")
-    return folder
-
-
-@pytest.mark.parametrize("name", ["a%20b.png", "a b.png", "sub/c.png", "sub/../a%20b.png", "in"])
-def test_files_below_the_root_are_found(root: Path, name: str) -> None:
-    for prefix in ("file://", "file://localhost", "FILE:"):
-        assert local_path(f"{prefix}{root}/{name}", str(root)).read_bytes() == b"x"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../secret", "%2e%2e/secret", "sub/../../secret", "out", "loop", "none.png", "sub", "", "../mediax"],
-)
-def test_files_elsewhere_are_refused_alike(root: Path, name: str) -> None:
-    with pytest.raises(FetchRefused, match="names no file below this server's allowed folder") as refused:
-        local_path(f"file://{root}/{name}", str(root))
-    assert str(root) not in refused.value.message
-
-
-@pytest.mark.parametrize(
-    "url", ["file://host/a", "file:a", "file://a%00", "file:///a%00b", "file:///a?b", "file:"]
-)
-def test_malformed_file_urls_are_refused(root: Path, url: str) -> None:
-    with pytest.raises(FetchRefused, match="must have the form"):
-        local_path(url, str(root))
-
-
-def test_files_are_off_without_a_root(root: Path) -> None:
-    with pytest.raises(FetchRefused, match="file: URLs are off"):
-        local_path(f"file://{root}/in", "")

@@ -443,7 +443,7 @@ async def test_a_kept_body_meets_the_limit_of_the_modality() -> None:
     site = Site(png(), Cache_Control="max-age=600")
     async with serving(site.handler) as host, loading(max_audio_bytes=10) as loader:
         await cached(loader, host.url(), 1)
-        with pytest.raises(MediaTooLarge, match="over the limit of 10 bytes"):
+        with pytest.raises(MediaTooLarge, match="larger than the limit of 10 bytes"):
             await loader.load(url(Modality.AUDIO, host.url()), OPTIONS)
         assert len(host.requests) == 1
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from deployments.errors import InvalidMedia
 from deployments.media import video
+from deployments.media.guards.image_chunks import check_chunks
 from deployments.media.image import ImageLimits, decode
-from deployments.media.image_parts import check_parts
 from deployments.media.video import VideoLimits
 
 MANY = 300_000
@@ -43,7 +43,7 @@ def chunk(name: bytes, content: bytes = b"") -> bytes:
 
 
 def tiff(tag: int, count: int, order: str = "<") -> bytes:
-    """Nothing but one tag with `count` numbers."""
+    """Returns a TIFF of a single tag with `count` numbers."""
     folder = struct.pack(f"{order}IHHHIII", 8, 1, tag, 3, count, 26, 0)
     return (b"II*\0" if order == "<" else b"MM\0*") + folder + b"\x39\x30" * count
 
@@ -53,13 +53,13 @@ def big_tiff(tag: int, count: int) -> bytes:
 
 
 def in_exif(count: int) -> bytes:
-    """A TIFF whose EXIF, a folder in the folder, has the numbers."""
+    """Returns a TIFF whose EXIF, a directory inside the directory, has the numbers."""
     outer = struct.pack("<IHHHIII", 8, 1, 34665, 4, 1, 26, 0)
     return b"II*\0" + outer + struct.pack("<HHHIII", 1, 37500, 3, count, 44, 0) + b"\x39\x30" * count
 
 
 def overlapping(count: int) -> bytes:
-    """Each number of a folder's tags is the head of a folder of as many."""
+    """Returns a TIFF in which the value of each tag is also the head of a directory of equally many tags."""
     tags = [struct.pack("<HHQQ", 34665, 1, 0, 24 + 20 * number + 12) for number in range(count)]
     return b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, count) + b"".join(tags)
 
@@ -107,18 +107,18 @@ def webp(exif: bytes) -> bytes:
             "MM0+",
             "overlapping folders",
         ),
-        *("behind a segment that Pillow does not skip", "gif"),
+        *("after a segment that Pillow does not skip", "gif"),
     ],
 )
-def test_absurdly_many_parts_are_refused(data: bytes) -> None:
-    with pytest.raises(InvalidMedia, match="more parts than an image has"):
+def test_implausibly_many_chunks_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidMedia, match="implausible number of chunks"):
         decode(data, ImageLimits())
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        jpeg(segment(0xE2, bytes(60_000)) * 200),  # a profile or a depth map in pieces
+        jpeg(segment(0xE2, bytes(60_000)) * 200),  # a colour profile or depth map in pieces
         jpeg(segment(0xE1, b"Exif\0\0" + bytes(60_000))),
         png(chunk(b"tEXt", b"a\0b") * 1000),
         webp(b"Exif\0\0" + bytes(100_000)),
@@ -128,12 +128,12 @@ def test_absurdly_many_parts_are_refused(data: bytes) -> None:
         b"",
     ],
 )
-def test_what_files_have_passes(data: bytes) -> None:
-    check_parts(data)
+def test_usual_files_pass(data: bytes) -> None:
+    check_chunks(data)
 
 
-def test_folders_that_lead_in_a_circle_are_read_once() -> None:
-    check_parts(b"II*\0" + struct.pack("<IHHHIII", 8, 1, 34665, 4, 1, 8, 0))
+def test_directories_that_form_a_cycle_are_read_once() -> None:
+    check_chunks(b"II*\0" + struct.pack("<IHHHIII", 8, 1, 34665, 4, 1, 8, 0))
 
 
 @given(
@@ -141,7 +141,7 @@ def test_folders_that_lead_in_a_circle_are_read_once() -> None:
     st.binary(max_size=99),
 )
 def test_any_bytes_pass_or_are_refused(head: bytes, tail: bytes) -> None:
-    check_parts(head + tail)
+    check_chunks(head + tail)
 
 
 def heic(exif: bytes) -> bytes:
@@ -150,24 +150,24 @@ def heic(exif: bytes) -> bytes:
     return file.getvalue()
 
 
-def test_exif_of_other_containers_is_bounded_too() -> None:
+def test_exif_of_avif_and_heic_is_bounded() -> None:
     exif = b"Exif\0\0" + tiff(273, NUMBERS)
     for data in (saved("avif", exif=exif), heic(exif)):
-        with pytest.raises(InvalidMedia, match="more parts"):
+        with pytest.raises(InvalidMedia, match="implausible number"):
             decode(data, ImageLimits())
     decode(heic(b"Exif\0\0" + tiff(273, 100)), ImageLimits())
 
 
-def test_a_gif_of_many_frames_and_one_comment_is_taken() -> None:
+def test_a_gif_with_many_frames_and_one_comment_passes() -> None:
     frames = [Image.new("L", (8, 8), shade) for shade in range(200)]
     file = io.BytesIO()
     frames[0].save(file, "gif", save_all=True, append_images=frames[1:], comment=b"c" * 100_000)
-    check_parts(file.getvalue())
+    check_chunks(file.getvalue())
 
 
 @pytest.mark.parametrize(
     "data", [png(chunk(b"prVt") * MANY), gif(b"\x21\xfe\x01c\0" * MANY)], ids=["png", "gif"]
 )
-def test_an_animation_is_checked_as_a_picture_is(data: bytes) -> None:
-    with pytest.raises(InvalidMedia, match="more parts"):
+def test_an_animation_is_checked_like_an_image(data: bytes) -> None:
+    with pytest.raises(InvalidMedia, match="implausible number"):
         video.decode(data, 4, None, VideoLimits())

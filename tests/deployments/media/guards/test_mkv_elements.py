@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import InvalidMedia, MediaTooLarge
-from deployments.media import audio, mkv_elements
+from deployments.media import audio
 from deployments.media.audio import AudioLimits
-from deployments.media.mkv_elements import described_elements
+from deployments.media.guards import mkv_elements
+from deployments.media.guards.mkv_elements import described_elements
 
 MANY = 100_000
 
@@ -59,10 +60,10 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("place", ["before", "after", "inside of a value"])
+@pytest.mark.parametrize("place", ["before", "after", "inside a value"])
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_elements_are_counted_wherever_they_are(bomb: bytes, place: str) -> None:
-    if place == "inside of a value":  # where a SeekHead may point at
+def test_elements_are_counted_at_any_place(bomb: bytes, place: str) -> None:
+    if place == "inside a value":  # a SeekHead may point there
         bomb = element("ec", bomb)
     data = file(TRACKS, CLUSTER, bomb) if place == "after" else file(TRACKS, bomb, CLUSTER)
     assert MANY <= described_elements(data) < MANY + 100
@@ -70,12 +71,12 @@ def test_elements_are_counted_wherever_they_are(bomb: bytes, place: str) -> None
         audio.decode(data, 8000, AudioLimits(600, 2**20))
 
 
-def test_a_file_without_them_is_taken() -> None:
+def test_a_plain_file_is_decoded() -> None:
     decoded = audio.decode(file(TRACKS, CLUSTER), 8000, AudioLimits(600, 2**20))
     assert decoded.arrays["samples"].shape == (8000,)
 
 
-def test_what_a_muxer_writes_has_few() -> None:
+def test_a_muxed_file_has_few_elements() -> None:
     out = io.BytesIO()
     with av.open(out, "w", format="matroska") as container:
         container.metadata["title"] = "a sound"
@@ -86,27 +87,27 @@ def test_what_a_muxer_writes_has_few() -> None:
     assert 10 < described_elements(out.getvalue()) < 200
 
 
-def test_absurdly_many_are_not_counted_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mkv_elements, "_MAX_ELEMENTS", MANY // 2)
     with pytest.raises(InvalidMedia, match="too many elements"):
         described_elements(file(TRACKS, BOMBS["tags"]))
 
 
 @pytest.mark.parametrize("name", ["114d9b74", "75a1"])
-def test_so_are_those_that_are_empty(name: str) -> None:
+def test_too_many_empty_elements_are_refused(name: str) -> None:
     with pytest.raises(InvalidMedia, match="too many elements"):
         described_elements(HEAD + empty(name, 1_000_000))
 
 
 @pytest.mark.parametrize("shift", range(6))
 @pytest.mark.parametrize("name", ["1254c36780", "75a180"])
-def test_one_across_two_windows_counts_once(name: str, shift: int) -> None:
+def test_an_element_across_two_windows_counts_once(name: str, shift: int) -> None:
     padding = bytes(mkv_elements._WINDOW - len(HEAD) - shift)
     assert described_elements(HEAD + padding + bytes.fromhex(name) + bytes(9)) == 1
 
 
-def test_what_media_look_like_by_chance_does_not_count() -> None:
-    """A name of four bytes comes once in 4 GB; here it is everywhere."""
+def test_media_bytes_that_look_like_elements_count_little() -> None:
+    """In random data a four-byte id occurs once in 4 GB; here it occurs every 4 KB."""
     random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8).tobytes()
     chunks = [random[i : i + 4096] for i in range(0, len(random), 4096)]
     start = time.process_time()
@@ -116,6 +117,6 @@ def test_what_media_look_like_by_chance_does_not_count() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_looked_at(data: bytes) -> None:
+def test_any_bytes_can_be_counted(data: bytes) -> None:
     described_elements(HEAD + bytes.fromhex("1254c367") + data)
     described_elements(HEAD + bytes.fromhex("75a1") + data)

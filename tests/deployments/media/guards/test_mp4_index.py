@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import InvalidMedia, MediaTooLarge
-from deployments.media import audio, mp4_index, video
+from deployments.media import audio, video
 from deployments.media.audio import AudioLimits
-from deployments.media.mp4_index import promised_samples
+from deployments.media.guards import mp4_index
+from deployments.media.guards.mp4_index import promised_samples
 from deployments.media.video import VideoLimits
 from tests.support.media_files import clip
 
@@ -28,13 +29,13 @@ def sizes(count: int) -> bytes:
 
 
 def changed(data: bytes, table: bytes, *values: int) -> bytes:
-    """With other numbers in place of those behind the table's version and flags."""
+    """Replaces the numbers that follow the table's version and flags."""
     at = data.index(table) + 8
     return data[:at] + struct.pack(f">{len(values)}I", *values) + data[at + 4 * len(values) :]
 
 
 def sound(num_samples: int) -> bytes:
-    """PCM, whose every sample is one of the index's."""
+    """Returns PCM audio whose index declares every single sample."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
@@ -46,7 +47,7 @@ def sound(num_samples: int) -> bytes:
 
 
 @pytest.mark.parametrize("muxer", [{}, {"movflags": "frag_keyframe+empty_moov"}], ids=["whole", "fragments"])
-def test_frames_are_counted_wherever_the_index_lies(muxer: dict[str, str]) -> None:
+def test_frames_are_counted_in_a_whole_and_in_a_fragmented_file(muxer: dict[str, str]) -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4", options=muxer) as container:
         stream = container.add_stream("libx264", rate=30, width=32, height=32, pix_fmt="yuv420p")
@@ -58,7 +59,7 @@ def test_frames_are_counted_wherever_the_index_lies(muxer: dict[str, str]) -> No
     assert promised_samples(file.getvalue()) == 9
 
 
-def test_a_sound_of_single_samples_is_indexed_by_chunks() -> None:
+def test_audio_of_one_tick_samples_is_counted_by_chunks() -> None:
     data = sound(80_000)
     promised = promised_samples(data)
     with av.open(io.BytesIO(data)) as container:
@@ -68,7 +69,7 @@ def test_a_sound_of_single_samples_is_indexed_by_chunks() -> None:
 
 
 @pytest.mark.parametrize("wrap", [b"moov", b"udta", b"free", b"wxyz"])
-def test_a_table_counts_in_whatever_box_it_is(wrap: bytes) -> None:
+def test_a_table_counts_inside_any_box(wrap: bytes) -> None:
     tables = box(b"mdia", box(b"minf", box(b"stbl", sizes(7))))
     two = box(b"trak", tables) * 2
     assert promised_samples(box(b"ftyp", b"isom", 0) + box(wrap, two)) == 14
@@ -76,7 +77,7 @@ def test_a_table_counts_in_whatever_box_it_is(wrap: bytes) -> None:
     assert promised_samples(box(wrap, box(b"trak", inside_meta))) == 7
 
 
-def test_of_a_table_that_is_there_twice_the_larger_counts() -> None:
+def test_the_larger_of_two_equal_tables_counts() -> None:
     assert promised_samples(box(b"trak", sizes(BILLION), sizes(1))) == BILLION
     assert promised_samples(box(b"trak", sizes(1), sizes(BILLION))) == BILLION
 
@@ -90,7 +91,7 @@ def test_sizes_of_boxes_are_read_as_ffmpeg_reads_them() -> None:
         assert promised_samples(data) == 5
 
 
-def test_what_lies_among_the_media_is_no_table() -> None:
+def test_tables_inside_media_data_do_not_count() -> None:
     assert promised_samples(box(b"mdat", box(b"moov", box(b"trak", sizes(BILLION))))) == 0
     assert promised_samples(box(b"moov", box(b"covr", sizes(BILLION)))) == 0
 
@@ -103,12 +104,12 @@ def test_what_lies_among_the_media_is_no_table() -> None:
     ],
     ids=["compressed", "in a description"],
 )
-def test_an_index_that_cannot_be_looked_at_is_refused(data: bytes) -> None:
+def test_an_index_that_cannot_be_read_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidMedia, match="The file's index is"):
         promised_samples(data)
 
 
-def test_boxes_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_boxes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mp4_index, "_MAX_BOXES", 100)
     with pytest.raises(InvalidMedia, match="too many pieces"):
         promised_samples(box(b"skip") * 102)
@@ -119,7 +120,7 @@ def test_boxes_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         st.sampled_from([b"moov", b"trak", b"stsz", b"meta", b"hdlr", b"\0\0\0\1", b"\0\0\0\x10", b"\0"])
     )
 )
-def test_any_bytes_have_a_number(parts: list[bytes]) -> None:
+def test_any_bytes_give_a_bounded_number(parts: list[bytes]) -> None:
     data = b"".join(parts)
     assert 0 <= promised_samples(data) < 2**32 * max(1, len(data))
 
