@@ -25,7 +25,7 @@ MAX_TOKEN_IDS = 1024  # in `logit_bias` and `stop_token_ids`
 MAX_PARTS = 8192  # messages and content parts of a request together
 
 # Fields of OpenAI's and vLLM's APIs that would change the answer and are not supported -> the values that
-# change nothing, which are accepted. README.md has the same table.
+# change nothing, which are accepted. docs/api.md has the same table.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("chat_template_kwargs", "structured_outputs", "vllm_xargs"), ({},)),

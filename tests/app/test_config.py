@@ -1,28 +1,12 @@
-import re
 from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from app.config import AppConfig
 from app.graph import build
 from tests.support.paths import ROOT
-
-_SHARED = (".model", ".chat_template", ".otlp_endpoint")  # one for all stages
-
-
-def settings(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
-    """Every setting by its dotted name, with its default."""
-    found: dict[str, object] = {}
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            nested = settings(kind, f"{prefix}{name}.")
-            found |= {k: v for k, v in nested.items() if not k.endswith(_SHARED)}
-        else:
-            found[prefix + name] = field.get_default(call_default_factory=True)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -87,22 +71,3 @@ def test_the_shipped_config_is_valid_and_names_the_six_stages() -> None:
 def test_serve_can_see_which_class_validates_the_arguments() -> None:
     """Serve reads the annotation as it is; a string would let every key pass."""
     assert build.__annotations__["args"] is AppConfig
-
-
-def test_the_readme_has_every_setting_with_its_default() -> None:
-    _, _, section = (ROOT / "README.md").read_text().partition("## Configuration")
-    rows = re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", section, re.MULTILINE)
-    told = {name: default.strip() for name, default in rows}
-    assert told == {name: _as_told(default) for name, default in settings(AppConfig).items()}
-
-
-def _as_told(default: object) -> str:
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, float):
-        return f"{default:g}"
-    if isinstance(default, dict):
-        return "{" + ", ".join(f"{key}: {value}" for key, value in default.items()) + "}"
-    return str(default) if default != "" else '""'

@@ -138,3 +138,10 @@ def test_escapes_across_slices_are_decoded(shift: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(data_uri.base64, "_SLICE", 8)
     text = b"a" * shift + b"%41b%2542%20" * 5
     assert uri("", text) == unquote_to_bytes(text)
+
+
+def test_escapes_are_limited_and_ordinary_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_uri, "_MAX_ESCAPES", 4)
+    assert decode("image/png", [np.frombuffer(b"%41b%43d%45f%47", np.uint8)], 100) == b"AbCdEfG"
+    with pytest.raises(InvalidMedia, match="more than 4 percent escapes. Send base64"):
+        decode("image/png", [np.frombuffer(b"%41%42%43%44%45", np.uint8)], 100)
