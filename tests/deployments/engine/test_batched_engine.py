@@ -48,7 +48,7 @@ class Gate:
         self._permits, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._step = engine.step
         self._deliver = engine._deliver
-        engine.step = self._gated
+        engine.step = self._gated  # type: ignore[method-assign]
 
     async def steps(self, n: int) -> None:
         """Returns when the steps are done and delivered. The engine must have work."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import InvalidMedia, MediaTooLarge
-from deployments.media import data_uri
+from deployments.media import base64_stream
 from deployments.media.data_uri import decode
 
 DATA = bytes(range(256)) * 3 + b"\xfb\xff"  # its base64 has + and / and padding
@@ -135,6 +135,6 @@ def test_nothing_but_the_declared_errors(header: str, data: bytes, cuts: list[in
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 def test_percent_signs_at_the_borders_of_slices(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_uri.base64, "_SLICE", 8)
+    monkeypatch.setattr(base64_stream, "_SLICE", 8)
     text = b"a" * shift + b"%41b%2542%20" * 5
     assert uri("", text) == unquote_to_bytes(text)

@@ -121,7 +121,7 @@ async def test_the_digest_knows_what_shaped_the_arrays_and_no_more() -> None:
         audio_source = await data(Modality.AUDIO, wav())
 
         async def name(source: MediaSource, options: MediaOptions) -> str:
-            return (await loader.load(source, options)).digest
+            return str((await loader.load(source, options)).digest)
 
         slow, fast = MediaOptions(sampling_rate=8000), MediaOptions(sampling_rate=16000)
         assert await name(image_source, slow) == await name(image_source, fast)
@@ -271,7 +271,7 @@ async def test_decoding_does_not_hold_the_loop_and_waiting_is_not_service(
     async with loading(threads=1) as loader:
         sources = [await data(Modality.IMAGE, png((8, 8), (number, 0, 0))) for number in range(2)]
         loads = [loader.stage.load(CallHeader(), source, OPTIONS) for source in sources]
-        tasks = [asyncio.create_task(load) for load in loads]
+        tasks = [asyncio.ensure_future(load) for load in loads]
         assert await asyncio.to_thread(running.wait, 10)  # the loop runs while the only thread is busy
         clock.now = 0.2  # the first load holds the thread, and the second waits for it
         go.set()
