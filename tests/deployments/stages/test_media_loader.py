@@ -170,7 +170,7 @@ async def test_a_passed_deadline_names_the_stage() -> None:
 
 
 class Gate:
-    """A host that holds its answers back until told."""
+    """A host that holds its answers back until the test releases them."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -507,18 +507,18 @@ async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.Monke
 
 async def test_work_that_fails_as_its_last_waiter_leaves_prints_no_traceback() -> None:
     flights: SingleFlight[None] = SingleFlight()
-    release, told = asyncio.Event(), []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    begun, release, reported = asyncio.Event(), asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 
     async def fails() -> None:
+        begun.set()
         await release.wait()
         raise InvalidMedia("broken")
 
     waiter = asyncio.create_task(flights.run("key", fails))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await begun.wait()
     release.set()
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the work fails in the turn in which the waiter is cancelled
     waiter.cancel()
     with contextlib.suppress(asyncio.CancelledError, InvalidMedia):
         await waiter
@@ -526,4 +526,4 @@ async def test_work_that_fails_as_its_last_waiter_leaves_prints_no_traceback() -
     for _ in range(3):
         await asyncio.sleep(0)
     gc.collect()
-    assert not told
+    assert not reported
