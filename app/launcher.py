@@ -52,7 +52,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LEVEL = re.compile(r"""[ "](DEBUG|INFO|WARNING|ERROR|CRITICAL)[ "]""")
 _SHOWN_LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _TRACE = re.compile(r"Traceback|Error:")
-# Ray warns of every address but 0.0.0.0, for clusters of several nodes. Loopback is intended, see docs/operations.md.
+# Ray warns of every address but 0.0.0.0, for clusters of several nodes. Loopback is intended: see
+# docs/operations.md.
 _EXPECTED = re.compile(r"HTTPOptions\.host='127\.0\.0\.1' won't accept connections")
 _DEPLOY_FAILED = re.compile(r"Deploying app '\S+' failed|Failed to update the deployments|DEPLOY_FAILED")
 

@@ -42,7 +42,7 @@ from PIL import Image
 
 from deployments.errors import ServingError
 from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
-from deployments.types import Media, MediaOptions, MediaSource, Modality, Payload
+from deployments.types import CallHeader, Media, MediaOptions, MediaSource, Modality, Payload
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -173,7 +173,7 @@ async def load_one(loader: MediaLoader, bomb: Bomb, sent: bytes, url: str = "") 
         patch("deployments.stages.media_loader.unpack_pieces", AsyncMock(return_value=pieces)),
         patch("deployments.stages.media_loader.pack", Mock(return_value=payload)),
     ):
-        return await loader.load(source, options, TIMEOUT_S)
+        return (await loader.load(CallHeader(TIMEOUT_S), source, options)).value
 
 
 async def warm_up(loader: MediaLoader) -> None:

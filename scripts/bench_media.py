@@ -36,13 +36,13 @@ from PIL import Image, ImageOps
 from deployments.runtime.payload import pack_pieces
 from deployments.runtime.pool import WorkPool
 from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig
-from deployments.types import Arrays, MediaOptions, MediaSource, Modality, Payload
+from deployments.types import Arrays, CallHeader, MediaOptions, MediaSource, Modality, Payload
 
 WARM_UP = 2
 NUM_FRAMES = 8
 OPTIONS = MediaOptions(sampling_rate=16000, num_frames=NUM_FRAMES)
 LATENCY_S = 0.05
-TIMEOUT_S = 60.0
+HEADER = CallHeader(timeout_s=60.0)
 GOAL_RATIO = 1.15
 GOAL_MS = 3.0  # for the small image, of which a ratio says little
 
@@ -104,7 +104,7 @@ async def compare(file: File, loader: MediaLoader, pool: WorkPool, n: int) -> No
     loads, bares = [], []
     with patch("deployments.stages.media_loader.pack", kept):
         for _ in range(n + WARM_UP):
-            loads.append(await wall_ms(loader.load(source, OPTIONS, TIMEOUT_S)))
+            loads.append(await wall_ms(loader.load(HEADER, source, OPTIONS)))
             expected, ms = await pool.run(bare, file.data)
             bares.append(ms)
             (loaded,) = kept.arrays.values()
@@ -198,7 +198,7 @@ async def serving(content: list[File]) -> AsyncIterator[list[MediaSource]]:
 
 async def fan_out(loader: MediaLoader, sources: list[MediaSource], n: int) -> None:
     def load(chosen: list[MediaSource]) -> Awaitable[Any]:
-        return asyncio.gather(*(loader.load(source, OPTIONS, TIMEOUT_S) for source in chosen))
+        return asyncio.gather(*(loader.load(HEADER, source, OPTIONS) for source in chosen))
 
     async def by_modality() -> None:
         for modality in Modality:

@@ -249,7 +249,7 @@ async def test_cancelling_the_fan_out_cancels_all_and_stays_a_cancellation() -> 
             cancelled.append(i)
             raise
 
-    task = asyncio.create_task(gather_or_cancel(item(i) for i in range(3)))  # type: ignore[arg-type]
+    task = asyncio.create_task(gather_or_cancel(item(i) for i in range(3)))
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -24,7 +24,7 @@ def served(**application: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def taken():
+def taken() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -173,7 +173,7 @@ def wide_omni() -> str:
 
 
 # For parametrize: nothing is built and torch is not imported before a test runs.
-MODELS = {"omni": lambda: OMNI, "qwen-vl": qwen_vl}
+MODELS: dict[str, Callable[[], str]] = {"omni": lambda: OMNI, "qwen-vl": qwen_vl}
 
 
 @cache

@@ -1,8 +1,9 @@
-"""API keys and CORS: what is asked of whom, and that no key can be found anywhere."""
+"""API keys and CORS: which requests need a key, and that no log and no setting contains one."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from selenium.webdriver import Keys
 from starlette.types import Message
 
 from app.config import AppConfig
-from app.http import auth
 from app.http.auth import ENVIRONMENT, ApiKeys, key_digests, protect
 from tests.support.browser import Browser
 from tests.support.cluster import ServeConfig, Server
@@ -94,7 +94,7 @@ def small_app() -> FastAPI:
 
     @app.get("/health")
     @app.get("/")
-    async def anybody() -> str:
+    async def unprotected() -> str:
         return "open"
 
     @app.post("/v1/chat/completions")
@@ -111,7 +111,7 @@ def client_of(keys: tuple[bytes, ...] = (), origins: tuple[str, ...] = ()) -> ht
 
 
 @pytest.mark.parametrize("header", [f"Bearer {FIRST}", f"bearer {SECOND}", f"BEARER  {FIRST} "])
-async def test_any_of_the_keys_will_do(header: str) -> None:
+async def test_each_of_the_keys_is_accepted(header: str) -> None:
     async with client_of(digests(FIRST, SECOND)) as client:
         response = await client.post(
             "/v1/chat/completions", headers={"Authorization": header}, content=b"123"
@@ -132,9 +132,9 @@ async def test_any_of_the_keys_will_do(header: str) -> None:
         "Bearer \xff",
     ],
 )
-async def test_no_key_or_a_wrong_one_is_told_so(header: str) -> None:
+async def test_no_key_or_a_wrong_one_is_a_401(header: str) -> None:
     async with client_of(digests(FIRST, SECOND)) as client:
-        headers = {"Authorization": header.encode("latin-1")} if header else {}
+        headers = [(b"Authorization", header.encode("latin-1"))] if header else []
         response = await client.post("/v1/chat/completions", headers=headers, content=b"123")
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -150,20 +150,20 @@ async def test_no_key_or_a_wrong_one_is_told_so(header: str) -> None:
 @pytest.mark.parametrize(
     ("path", "status"), [("/", 200), ("/health", 200), ("/health/", 401), ("//", 401), ("/nothing", 401)]
 )
-async def test_the_page_and_the_health_are_for_everybody(path: str, status: int) -> None:
+async def test_the_page_and_the_health_need_no_key(path: str, status: int) -> None:
     async with client_of(digests(FIRST)) as client:
         assert (await client.get(httpx.URL("http://headrace").copy_with(path=path))).status_code == status
 
 
 @pytest.mark.parametrize(("path", "status"), [("/llm/health", 200), ("/llm/", 200), ("/llm/v1/models", 401)])
-async def test_under_a_route_prefix_too(path: str, status: int) -> None:
+async def test_a_route_prefix_changes_nothing(path: str, status: int) -> None:
     middleware = ApiKeys(small_app(), digests(FIRST))
     transport = httpx.ASGITransport(middleware, root_path="/llm")
     async with httpx.AsyncClient(transport=transport, base_url="http://headrace") as client:
         assert (await client.get(path)).status_code == status
 
 
-async def test_the_body_of_a_stranger_is_not_read() -> None:
+async def test_the_body_of_a_request_without_a_key_is_not_read() -> None:
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -177,10 +177,15 @@ async def test_the_body_of_a_stranger_is_not_read() -> None:
     assert sent[0]["status"] == 401
 
 
-async def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    real = auth.hmac.compare_digest
-    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append(b) or real(a, b))
+async def test_each_request_is_compared_with_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def noting(a: bytes, b: bytes) -> bool:
+        compared.append(b)
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", noting)
     async with client_of(digests(FIRST, SECOND, FROM_ENVIRONMENT)) as client:
         for key in (FIRST, "wrong"):
             compared.clear()
@@ -195,14 +200,14 @@ PREFLIGHT = {
 }
 
 
-async def test_other_origins_are_not_let_in_by_default() -> None:
+async def test_cross_origin_requests_are_refused_by_default() -> None:
     async with client_of(digests(FIRST)) as client:
         response = await client.options("/v1/chat/completions", headers=PREFLIGHT)
         assert response.status_code == 401
         assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-async def test_an_origin_that_is_named_may_ask_and_read_errors() -> None:
+async def test_a_configured_origin_may_send_requests_and_read_errors() -> None:
     async with client_of(digests(FIRST), (ORIGIN,)) as client:
         preflight = await client.options("/v1/chat/completions", headers=PREFLIGHT)
         assert preflight.status_code == 200
@@ -254,8 +259,9 @@ class TestServer:
         for key in (FIRST, FROM_ENVIRONMENT):
             assert status(locked, "/v1/models", key) == 200
             with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0) as client:
-                messages = [{"role": "user", "content": "hello"}]
-                assert client.chat.completions.create(model="tiny-omni", messages=messages, max_tokens=2)
+                assert client.chat.completions.create(
+                    model="tiny-omni", messages=[{"role": "user", "content": "hello"}], max_tokens=2
+                )
         with (
             openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client,
             pytest.raises(openai.AuthenticationError) as caught,
@@ -263,7 +269,7 @@ class TestServer:
             client.models.list()
         assert caught.value.code == "invalid_api_key"
 
-    def test_only_the_page_and_the_health_need_none(self, locked: Server) -> None:
+    def test_only_the_page_and_the_health_are_open(self, locked: Server) -> None:
         open_paths = [
             path
             for path in ("/", "/health", "/version", "/v1/models", "/stages", "/docs")
@@ -271,7 +277,7 @@ class TestServer:
         ]
         assert open_paths == ["/", "/health"]
 
-    def test_a_stranger_is_refused_before_the_body(self, locked: Server) -> None:
+    def test_a_request_without_a_key_is_refused_before_its_body(self, locked: Server) -> None:
         with connect(locked) as connection:
             connection.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
@@ -283,7 +289,7 @@ class TestServer:
         assert answer.headers["access-control-allow-origin"] == ORIGIN
 
     def test_no_key_is_in_any_log_nor_in_the_clusters_settings(self, locked: Server) -> None:
-        """Wrong keys neither: they may be the right ones of somewhere else."""
+        """Wrong keys are not logged either: they may be valid for another server."""
         assert locked.post("/v1/chat/completions", chat("hello", max_tokens=1)).status == 401
         assert status(locked, "/v1/models", "sk-of-somewhere-else") == 401
         assert status(locked, "/v1/models", FROM_ENVIRONMENT) == 200

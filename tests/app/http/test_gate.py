@@ -1,12 +1,12 @@
-"""As it stands in the ingress: uvicorn's `receive` before it, Serve's unbounded queue behind."""
+"""The gate between uvicorn's `receive` and the unbounded queue of Ray Serve."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from typing import Any
+from contextlib import suppress
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from app.http import gate
 from app.http.gate import AHEAD_BYTES, GateMiddleware
@@ -20,66 +20,66 @@ class Body:
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    async def receive(self) -> dict[str, Any]:
+    async def receive(self) -> Message:
         self.num_bytes += len(CHUNK)
+        assert self.num_bytes < 10 * AHEAD_BYTES, "the gate does not close"
         return {"type": "http.request", "body": CHUNK, "more_body": True}
 
 
-class Serve:
-    """Takes what comes, as fast as it comes."""
+async def receive_all(receive: Receive) -> None:
+    """Receives as fast as Serve does, until the gate makes it wait.
 
-    def __init__(self) -> None:
-        self.scope: dict[str, Any] = {}
-        self.queue: deque[dict[str, Any]] = deque()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.scope = scope
-        while True:
-            self.queue.append(await receive())
+    The loop can only cancel a task that waits, so a limit of 0 s ends the first wait.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            while True:
+                await receive()
 
 
-async def settled() -> None:
-    """Every task has come as far as it can; nothing here waits for anything but the loop."""
-    for _ in range(50):
-        await asyncio.sleep(0)
+async def receives_nothing() -> Message:
+    raise AssertionError
 
 
-async def never(_: object) -> None:
+async def sends_nothing(_: Message) -> None:
     raise AssertionError
 
 
 async def test_no_more_is_received_than_the_application_takes() -> None:
-    body, serve = Body(), Serve()
-    task = asyncio.create_task(GateMiddleware(serve)({"type": "http", "headers": []}, body.receive, never))
-    await settled()
-    assert AHEAD_BYTES < body.num_bytes <= AHEAD_BYTES + len(CHUNK)
-    before = body.num_bytes
-    await asyncio.to_thread(gate.taken, serve.scope, 2 * len(CHUNK))  # the application's loop is another one
-    await settled()
-    assert body.num_bytes == before + 2 * len(CHUNK)
-    task.cancel()
+    body = Body()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive_all(receive)
+        assert body.num_bytes == AHEAD_BYTES + len(CHUNK)
+        await asyncio.to_thread(gate.taken, scope, 2 * len(CHUNK))  # the application's loop is another one
+        await receive_all(receive)
+
+    await GateMiddleware(application)({"type": "http", "headers": []}, body.receive, sends_nothing)
+    assert body.num_bytes == AHEAD_BYTES + 3 * len(CHUNK)
 
 
 async def test_requests_do_not_share_a_gate() -> None:
     bodies = [Body(), Body()]
-    middleware = GateMiddleware(Serve())
-    tasks = [
-        asyncio.create_task(middleware({"type": "http", "headers": []}, b.receive, never)) for b in bodies
-    ]
-    await settled()
-    assert {body.num_bytes for body in bodies} == {AHEAD_BYTES + len(CHUNK)}
-    for task in tasks:
-        task.cancel()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive_all(receive)
+
+    middleware = GateMiddleware(application)
+    for body in bodies:
+        await middleware({"type": "http", "headers": []}, body.receive, sends_nothing)
+    assert [body.num_bytes for body in bodies] == [AHEAD_BYTES + len(CHUNK)] * 2
 
 
 async def test_other_connections_pass() -> None:
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        assert await receive() == "as it is"
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        received.append(await receive())
 
-    async def receive() -> Any:
-        return "as it is"
+    async def receive() -> Message:
+        return message
 
-    await GateMiddleware(application)({"type": "lifespan"}, receive, never)
+    message, received = {"type": "lifespan.startup"}, list[Message]()
+    await GateMiddleware(application)({"type": "lifespan"}, receive, sends_nothing)
+    assert received == [message]
 
 
 def test_without_the_middleware_nothing_is_counted() -> None:
@@ -90,7 +90,7 @@ async def test_headers_that_serve_cannot_read_or_would_log_at_length_are_dropped
     seen: list[tuple[bytes, bytes]] = []
     longest = (b"x-request-id", b"a" * 512)
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
         seen.extend(scope["headers"])
 
     headers = [
@@ -100,23 +100,26 @@ async def test_headers_that_serve_cannot_read_or_would_log_at_length_are_dropped
         longest,
         (b"authorization", b"a" * 513),
     ]
-    await GateMiddleware(application)({"type": "http", "headers": headers}, never, never)
+    await GateMiddleware(application)({"type": "http", "headers": headers}, receives_nothing, sends_nothing)
     assert seen == [(b"accept", b"*/*"), longest, (b"authorization", b"a" * 513)]
 
 
-ANSWER = [{"type": "http.response.start", "status": 413}, {"type": "http.response.body", "body": b"no"}]
+ANSWER: list[Message] = [
+    {"type": "http.response.start", "status": 413},
+    {"type": "http.response.body", "body": b"no"},
+]
 
 
-async def refuses(scope: Any, receive: Any, send: Any) -> None:
+async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
     for message in ANSWER:
         await send(message)
 
 
-async def talk(receive: Any) -> list[tuple[bytes, bool]]:
-    """What an answer that comes before its request's body is sent as: bytes, and whether more will come."""
-    sent: list[dict[str, Any]] = []
+async def talk(receive: Receive) -> list[tuple[bytes, bool]]:
+    """Returns how an answer is sent that comes before its request's body: bytes, and `more_body`."""
+    sent: list[Message] = []
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: Message) -> None:
         sent.append(message)
 
     await GateMiddleware(refuses)({"type": "http", "headers": []}, receive, send)
@@ -126,7 +129,7 @@ async def talk(receive: Any) -> list[tuple[bytes, bool]]:
 async def test_an_early_answer_is_sent_at_once_and_ended_when_the_body_has_come() -> None:
     rest = iter([(CHUNK, True), (CHUNK, True), (CHUNK, False)])
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> Message:
         body, more = next(rest)
         return {"type": "http.request", "body": body, "more_body": more}
 
@@ -135,44 +138,43 @@ async def test_an_early_answer_is_sent_at_once_and_ended_when_the_body_has_come(
 
 
 async def test_an_early_answer_is_ended_when_the_client_has_left() -> None:
-    async def receive() -> dict[str, Any]:
+    async def receive() -> Message:
         return {"type": "http.disconnect"}
 
     assert await talk(receive) == [(b"no", True), (b"", False)]
 
 
-async def test_a_client_that_sends_nothing_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_sends_nothing_more_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "LINGER_IDLE_S", 0.01)
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
     assert await talk(receive) == [(b"no", True), (b"", False)]
 
 
-async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lingering_ends_before_an_endless_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "LINGER_S", 0.01)
-    body = Body()
 
-    async def receive() -> dict[str, Any]:
-        await asyncio.sleep(0)
-        return await body.receive()
+    async def receive() -> Message:
+        await asyncio.sleep(0)  # gives way to the loop, which ends the lingering
+        return {"type": "http.request", "body": CHUNK, "more_body": True}
 
     assert await talk(receive) == [(b"no", True), (b"", False)]
 
 
 async def test_an_answer_to_a_whole_request_is_left_as_it_is() -> None:
-    async def answers(scope: Any, receive: Any, send: Any) -> None:
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await refuses(scope, receive, send)
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> Message:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    sent: list[object] = []
+    sent: list[Message] = []
 
-    async def send(message: object) -> None:
+    async def send(message: Message) -> None:
         sent.append(message)
 
     await GateMiddleware(answers)({"type": "http", "headers": []}, receive, send)

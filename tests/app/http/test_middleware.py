@@ -5,6 +5,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from app.http.middleware import middlewares
 
@@ -15,8 +16,8 @@ async def serve(request: object) -> PlainTextResponse:
 
 @pytest.fixture
 def proxy() -> httpx.AsyncClient:
-    """As Serve wraps its own proxy, outside of any replica."""
-    app = Starlette(routes=[Route("/{path:path}", serve, methods=["GET", "POST"])])
+    """Wraps an app in the middlewares as Serve wraps its own proxy, outside of any replica."""
+    app: ASGIApp = Starlette(routes=[Route("/{path:path}", serve, methods=["GET", "POST"])])
     for middleware in middlewares():
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy")

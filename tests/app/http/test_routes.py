@@ -122,7 +122,7 @@ async def test_several_answers(api: httpx.AsyncClient) -> None:
 
     chunks = events((await api.post(COMPLETIONS, json=request | {"stream": True})).text)
     streamed = ["", "", ""]
-    reasons = [[], [], []]
+    reasons: list[list[str | None]] = [[], [], []]
     for chunk in chunks:
         (choice,) = chunk["choices"]
         streamed[choice["index"]] += choice["delta"].get("content", "")

@@ -20,20 +20,20 @@ from tests.support.paths import SAMPLES
 from tests.support.requests import COMPLETIONS, chat, data_uri, events, image_part, media
 
 HELD_S = 0.5
-ROUNDING_MS = 0.05  # of some forty numbers with three decimals
+ROUNDING_MS = 0.05  # about forty numbers, each rounded to three decimals
 
 
 def timings_sum(timings: dict[str, Any]) -> float:
-    """As app/http/timings.py defines it."""
+    """Adds up the times as app/http/timings.py defines their sum."""
     ways = [timings["Tokenizer"], *timings.get("items", [])]
     model = timings.get("Model", {})
     alone = (timings.get(name, 0) for name in ("intake", "validate", "join", "finish"))
-    return sum(alone) + max(map(way, ways)) + sum(ms for name, ms in model.items() if name != "start")
+    return float(sum(alone)) + max(map(way, ways)) + way(model)
 
 
 def way(timings: dict[str, Any]) -> float:
     stages = [value for value in timings.values() if isinstance(value, dict)] or [timings]
-    return sum(ms for stage in stages for name, ms in stage.items() if name != "start")
+    return float(sum(ms for stage in stages for name, ms in stage.items() if name != "start"))
 
 
 def phases(header: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which bodies pause for which requests, and for how long at most."""
+"""Large bodies pause for text-only requests, and for a limited time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from app.intake.body import read_body
 from app.intake.precedence import LARGE_BODY_BYTES, Precedence
+from tests.support.tasks import started
 
 CHUNK = 2**16
 LARGE = 32  # chunks
@@ -28,11 +29,6 @@ def after_an_hour() -> Callable[[], float]:
     return lambda: next(times, 3600.0)
 
 
-async def turns() -> None:
-    for _ in range(500):
-        await asyncio.sleep(0)
-
-
 async def test_a_large_body_pauses_until_a_text_has_its_first_token() -> None:
     precedence, token = Precedence(), asyncio.Event()
 
@@ -42,17 +38,27 @@ async def test_a_large_body_pauses_until_a_text_has_its_first_token() -> None:
         await asyncio.Event().wait()
 
     text = precedence.until_first(answer())
-    first = asyncio.ensure_future(anext(text))
-    await asyncio.sleep(0)
-    pause = precedence.throttle(after_an_hour()).pause
+    first = await started(anext(text))
+    throttle = precedence.throttle(after_an_hour())
+    pausing = asyncio.Event()
+    resumed_after_token: list[bool] = []
+
+    async def pause(num_bytes: int) -> None:
+        if num_bytes <= LARGE_BODY_BYTES:
+            return
+        pausing.set()
+        await throttle.pause(num_bytes)
+        resumed_after_token.append(token.is_set())
+
     large = asyncio.create_task(read_body(body(LARGE), max_bytes=2**22, pause=pause))
     small = await read_body(body(1), max_bytes=2**22, pause=precedence.throttle(after_an_hour()).pause)
     assert small.num_bytes == CHUNK + 8
-    await turns()
-    assert not large.done()
+    await pausing.wait()
     token.set()
     assert await first == "a"  # and the answer goes on
     assert (await large).num_bytes == LARGE * CHUNK + 8
+    assert resumed_after_token
+    assert all(resumed_after_token)
     await text.aclose()
 
 
@@ -68,8 +74,7 @@ async def test_pauses_take_no_longer_than_the_reading_did() -> None:
     with precedence.hold_priority():
         throttle = precedence.throttle(lambda: now)
         now = 0.05  # spent on reading
-        pausing = asyncio.create_task(throttle.pause(LARGE_BODY_BYTES + 1))
-        await asyncio.sleep(0)
+        pausing = await started(throttle.pause(LARGE_BODY_BYTES + 1))
         assert not pausing.done()
         now = 0.1  # the end of a pause that takes all of the credit
         async with asyncio.timeout(20):
@@ -98,8 +103,7 @@ async def test_a_text_that_fails_or_is_cancelled_gives_its_priority_up() -> None
 
     with pytest.raises(ValueError, match="broken"):
         await anext(precedence.until_first(fails()))
-    cancelled = asyncio.ensure_future(anext(precedence.until_first(waits())))
-    await asyncio.sleep(0)
+    cancelled = await started(anext(precedence.until_first(waits())))
     cancelled.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await cancelled

@@ -79,6 +79,7 @@ def test_logprobs_tell_the_bytes_of_a_part_of_a_character(tokenizer: Tokenizer) 
 
 def test_logprobs_of_special_tokens_and_of_nothing(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id("<|end|>")
+    assert end is not None
     (entry,) = logprob_entries(tokenizer, [end], [TokenLogprob(float("-inf"), [(10**6, -1.0)])])
     assert (entry["token"], entry["logprob"]) == ("<|end|>", -9999.0)
     assert entry["top_logprobs"] == [{"token": "", "logprob": -1.0, "bytes": []}]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from app.intake.long_string import LongString
-from app.openai.parse_chat import Item, media_options, parse_chat, sampling_params
+from app.openai.parse_chat import Item, ParsedChat, media_options, parse_chat, sampling_params
 from app.openai.requests import MediaIOKwargs, parse_chat_request
 from deployments.errors import InvalidRequest
 from deployments.types import MediaOptions, Modality, ModelSpec, SamplingParams
@@ -13,7 +13,7 @@ def parsed(
     *messages: object,
     strings: dict[str, LongString] | None = None,
     limits: dict[Modality, int] | None = None,
-):
+) -> ParsedChat:
     documents = [m if isinstance(m, dict) else {"role": "user", "content": m} for m in messages]
     return parse_chat(parse_chat_request({"messages": documents}, strings), limits)
 

@@ -27,6 +27,7 @@ from deployments.types import Delta, Prompt, SamplingParams
 from tests.support import batched_families, tiny_families, tiny_models
 from tests.support.batched_families import Family, family
 from tests.support.family_models import WITH_MODELS, tiny_model
+from tests.support.tasks import started
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),
@@ -48,14 +49,14 @@ class Gate:
         self._permits, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._step = engine.step
         self._deliver = engine._deliver
-        engine.step = self._gated
+        engine.step = self._gated  # type: ignore[method-assign]
 
     async def steps(self, n: int) -> None:
         """Returns when the steps are done and delivered. The engine must have work."""
         for _ in range(n):
             self._permits.release()
             await asyncio.to_thread(self._done.acquire)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # one turn of the loop, in which the readers take the deltas
 
     def open(self) -> None:
         self._permits.release(1_000_000)
@@ -174,8 +175,7 @@ async def test_greedy_is_that_of_generate_among_others(name: str, limits: str) -
         for _ in range(2):
             tasks = []
             for prompt, items, _ in requests(name):
-                tasks.append(asyncio.create_task(answer(engine, prompt, items, LONG)))
-                await asyncio.sleep(0)
+                tasks.append(await started(answer(engine, prompt, items, LONG)))
                 await gate.steps(int(rng.integers(0, 4)))
             gate.open()
             answers = await asyncio.gather(*tasks)
@@ -348,8 +348,7 @@ async def test_a_cancelled_request_frees_its_slot_and_memory_within_a_step() -> 
     with running(model) as engine:
         expected = [await answer(engine, text(seed), [], long) for seed in range(16)]
     async with gated(model) as (engine, gate):
-        tasks = [asyncio.create_task(answer(engine, text(seed), [], long)) for seed in range(16)]
-        await asyncio.sleep(0)
+        tasks = [await started(answer(engine, text(seed), [], long)) for seed in range(16)]
         await gate.steps(10)
         assert engine.stats().running == 16
         used = engine.stats().kv_tokens_used
@@ -376,8 +375,7 @@ async def test_an_ended_answer_frees_its_slot_within_a_step() -> None:
         async def read() -> None:
             received.extend([delta async for delta in engine.submit(text(1), [], several, ended)])
 
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0)
+        reading = await started(read())
         await gate.steps(10)
         used, generated = engine.stats().kv_tokens_used, engine.stats().generated_tokens
         ended.add(1)
@@ -405,12 +403,10 @@ def answers_of(received: list[Delta]) -> list[list[int]]:
 async def test_a_stream_that_is_closed_ends_its_request() -> None:
     async with gated(family("text").model) as (engine, gate):
         async with aclosing(engine.submit(text(1), [], replace(GREEDY, max_tokens=400))) as stream:
-            first = asyncio.create_task(anext(stream))
-            await asyncio.sleep(0)
+            first = await started(anext(stream))
             await gate.steps(1)
             await first
-        other = asyncio.create_task(answer(engine, text(2)))
-        await asyncio.sleep(0)
+        other = await started(answer(engine, text(2)))
         await gate.steps(2)
         assert engine.stats().running == 1
         gate.open()
@@ -421,12 +417,10 @@ async def test_a_long_prompt_does_not_stall_the_others() -> None:
     """Each of eight streams gets a token in every step that prefills a part of the longest prompt."""
     async with gated(family("text").model, EngineConfig(max_num_batched_tokens=32)) as (engine, gate):
         streams = [engine.submit(text(seed), [], replace(GREEDY, max_tokens=100)) for seed in range(8)]
-        firsts = [asyncio.create_task(anext(stream)) for stream in streams]
-        await asyncio.sleep(0)
+        firsts = [await started(anext(stream)) for stream in streams]
         await gate.steps(4)
         await asyncio.gather(*firsts)
-        long = asyncio.create_task(answer(engine, text(9, 480), [], replace(GREEDY, max_tokens=2)))
-        await asyncio.sleep(0)
+        long = await started(answer(engine, text(9, 480), [], replace(GREEDY, max_tokens=2)))
         await gate.steps(1)  # the prefill has begun
         for stream in streams:
             await anext(stream)
@@ -458,8 +452,7 @@ async def test_a_full_queue_rejects_requests() -> None:
         engine,
         gate,
     ):
-        tasks = [asyncio.create_task(answer(engine, text(seed))) for seed in range(3)]
-        await asyncio.sleep(0)
+        tasks = [await started(answer(engine, text(seed))) for seed in range(3)]
         with pytest.raises(Overloaded, match="Try again later"):
             await answer(engine, text(3))
         gate.open()
@@ -623,8 +616,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone(how: str, monkeypatch
     async with gated(chosen.model) as (engine, gate):
         monkeypatch.setattr(engine._runner, "_embed_tokens", poisoned)
         prompts = [*good[:3], Prompt([20] * 9 + [poison], []), *good[3:]]
-        tasks = [asyncio.create_task(answer(engine, prompt)) for prompt in prompts]
-        await asyncio.sleep(0)
+        tasks = [await started(answer(engine, prompt)) for prompt in prompts]
         gate.open()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         broken = outcomes.pop(3)
@@ -643,8 +635,7 @@ async def test_a_dead_engine_fails_open_requests_and_health(
 ) -> None:
     async with gated(family("text").model) as (engine, gate):
         engine.check_health()
-        tasks = [asyncio.create_task(answer(engine, text(seed))) for seed in range(3)]
-        await asyncio.sleep(0)
+        tasks = [await started(answer(engine, text(seed))) for seed in range(3)]
         await gate.steps(2)
         monkeypatch.setattr(engine._scheduler, "schedule", _die)
         gate.open()
@@ -664,8 +655,7 @@ def _die() -> None:
 async def test_slow_readers_get_the_missed_tokens_in_one_delta() -> None:
     async with gated(family("text").model) as (engine, gate):
         stream = engine.submit(text(1), [], GREEDY)
-        first = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0)
+        first = await started(anext(stream))
         await gate.steps(12)
         assert len((await first).token_ids) >= 1
         rest = [delta async for delta in stream]

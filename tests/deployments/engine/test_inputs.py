@@ -34,6 +34,7 @@ from deployments.types import (
     SamplingParams,
     embeds_name,
 )
+from tests.support.in_process import Direct
 from tests.support.tiny_models import (
     MODELS,
     OMNI,
@@ -90,7 +91,7 @@ async def loaded(
     """Passes a client's tensors through the stage."""
     sent = await in_pieces({embeds_name(modality): values, **numbers})
     source = EmbeddingSource(modality, sent, form, values.shape[1])
-    features = await EmbeddingLoader(EmbeddingLoaderConfig()).load(source, timeout_s=30)
+    features = await Direct(EmbeddingLoader(EmbeddingLoaderConfig())).load(source)
     return EngineItem(features, await unpack(features.payload))
 
 

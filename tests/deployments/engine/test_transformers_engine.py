@@ -22,6 +22,7 @@ from deployments.engine.transformers_engine import TransformersEngine
 from deployments.errors import Overloaded, ServingError, StageUnavailable
 from deployments.processor.checkpoint import load_model
 from deployments.types import Delta, Prompt, SamplingParams
+from tests.support.tasks import started
 from tests.support.tiny_models import (
     MODELS,
     audio,
@@ -194,9 +195,8 @@ async def test_closing_the_stream_stops_generation_within_a_token(
 
 
 async def test_a_cancelled_waiting_request_never_starts(engine: TransformersEngine, gate: Gate) -> None:
-    running = asyncio.create_task(answer(engine, text("First."), SamplingParams(4)))
-    waiting = asyncio.create_task(answer(engine, text("Second."), SamplingParams(400)))
-    await asyncio.sleep(0)
+    running = await started(answer(engine, text("First."), SamplingParams(4)))
+    waiting = await started(answer(engine, text("Second."), SamplingParams(400)))
     waiting.cancel()
     await asyncio.wait([waiting])
     gate.open(1000)
@@ -212,8 +212,7 @@ async def test_first_come_first_served(engine: TransformersEngine, gate: Gate) -
         await answer(engine, text(f"Number {i}."), SamplingParams(2))
         finished.append(i)
 
-    tasks = [asyncio.create_task(one(i)) for i in range(5)]
-    await asyncio.sleep(0)
+    tasks = [await started(one(i)) for i in range(5)]
     gate.open(10)
     await asyncio.gather(*tasks)
     assert finished == [0, 1, 2, 3, 4]
@@ -221,8 +220,7 @@ async def test_first_come_first_served(engine: TransformersEngine, gate: Gate) -
 
 async def test_pending_tokens_arrive_in_one_delta(engine: TransformersEngine, gate: Gate) -> None:
     deltas = engine.submit(text("Count."), [], SamplingParams(6))
-    first = asyncio.create_task(anext(deltas))
-    await asyncio.sleep(0)
+    first = await started(anext(deltas))
     gate.open(1)
     assert len((await first).token_ids) == 1
     gate.open(5)
@@ -270,8 +268,7 @@ async def test_both_engines_draw_the_same_tokens(model: Any, engine: Transformer
 async def test_a_full_queue_rejects_requests(model: Any) -> None:
     gate = Gate(model)
     engine = TransformersEngine(model, EngineConfig(max_waiting_requests=1))
-    tasks = [asyncio.create_task(answer(engine, text("Count."), SamplingParams(2))) for _ in range(2)]
-    await asyncio.sleep(0)
+    tasks = [await started(answer(engine, text("Count."), SamplingParams(2))) for _ in range(2)]
     with pytest.raises(Overloaded):
         await answer(engine, text("Count."))
     gate.remove()
@@ -332,8 +329,7 @@ def _die(_: object) -> None:
 async def test_closing_the_engine_fails_open_requests(model: Any) -> None:
     gate = Gate(model)
     engine = TransformersEngine(model)
-    tasks = [asyncio.create_task(answer(engine, text("First."), SamplingParams(400))) for _ in range(2)]
-    await asyncio.sleep(0)
+    tasks = [await started(answer(engine, text("First."), SamplingParams(400))) for _ in range(2)]
     closing = asyncio.create_task(asyncio.to_thread(engine.close))
     gate.remove()
     results = await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import safetensors.torch
 import torch
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout
-from deployments.media import embed_files as embeds
+from deployments.media import base64_stream
 from deployments.media.embed_files import Embeds, load_embeds
 from tests.support.corpus import embedding_files
 from tests.support.paths import CORPUS
@@ -104,7 +105,7 @@ def test_values_arrive_bit_for_bit(dtype: torch.dtype, written: Callable[[torch.
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("version", [(1, 0), (2, 0)])
 def test_npy_values_arrive_bit_for_bit(dtype: type, version: tuple[int, int]) -> None:
-    array = TENSOR.numpy().astype(dtype)
+    array: npt.NDArray[Any] = TENSOR.numpy().astype(dtype)
     result = load(npy_file(array, version))
     assert np.array_equal(result.values, array)
     assert result.dtype == np.dtype(dtype).name
@@ -320,7 +321,7 @@ def test_invalid_base64_is_refused(text: bytes) -> None:
 
 
 def test_padding_between_segments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeds.base64, "_SLICE", 4)
+    monkeypatch.setattr(base64_stream, "_SLICE", 4)
     with pytest.raises(InvalidMedia, match="padding only at its end"):
         load_text(b"AA==AAAA")
 

@@ -28,11 +28,11 @@ def test_an_image_is_one_png_of_at_most_256_pixels(height: int, width: int, size
 
 def test_a_video_is_a_png_for_each_frame_in_order() -> None:
     frames = np.stack([np.full((8, 8, 3), shade, np.uint8) for shade in (1, 2, 3)])
-    shades = [
-        Image.open(content(uri, "image/png")).getpixel((0, 0))[0]
+    pixels = [
+        Image.open(content(uri, "image/png")).getpixel((0, 0))
         for uri in previews(Modality.VIDEO, {"frames": frames}, 0)
     ]
-    assert shades == [1, 2, 3]
+    assert pixels == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
 
 
 def test_audio_is_a_wav_at_the_rate_of_the_model() -> None:

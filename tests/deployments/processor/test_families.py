@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from deployments.processor.arguments import Item
 from deployments.types import Chat, Modality
 from tests.support.family_models import WITH_MODELS, tiny_model
 from tests.support.tiny_families import FAMILIES, Family, compared, conversation, samples
 from tests.support.tiny_models import (
-    Item,
     arguments_of,
     assembled,
     chat,

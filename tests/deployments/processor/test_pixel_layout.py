@@ -1,6 +1,7 @@
 """Images without a layout change give the same values as in transformers, bit for bit."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ SIZES = [(900, 700), (37, 53), (224, 224), (336, 448), (30, 2000)]
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_images_have_the_same_values(name: str) -> None:
     plain = getattr(transformers, name)()
-    kept = without_relayout(SimpleNamespace(image_processor=plain)).image_processor
+    kept: Any = without_relayout(SimpleNamespace(image_processor=plain)).image_processor
     for height, width in SIZES:
         pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
         before = pixels.copy()
@@ -78,7 +79,7 @@ def test_videos_have_the_same_values(name: str, height: int, width: int) -> None
 
 def test_other_arrays_are_processed_as_before() -> None:
     plain = transformers.CLIPImageProcessor()
-    kept = without_relayout(SimpleNamespace(image_processor=plain)).image_processor
+    kept: Any = without_relayout(SimpleNamespace(image_processor=plain)).image_processor
     grey = np.random.default_rng(0).integers(0, 256, (40, 50, 1), np.uint8)
     kwargs = {"images": [grey], "input_data_format": "channels_last", "return_tensors": "pt"}
     assert torch.equal(kept(**kwargs)["pixel_values"], plain(**kwargs)["pixel_values"])

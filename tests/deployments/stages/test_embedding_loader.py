@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from deployments.errors import InvalidMedia, MediaTooLarge, StageTimeout
+from deployments.media.embed_files import load_embeds
 from deployments.runtime.payload import unpack
 from deployments.stages import embedding_loader as embeddings
 from deployments.stages.embedding_loader import EmbeddingLoader, EmbeddingLoaderConfig
@@ -42,7 +43,8 @@ async def source_of(
 
 
 async def load(source: EmbeddingSource) -> MMFeatures:
-    return await Direct(EmbeddingLoader(EmbeddingLoaderConfig())).load(source)
+    features: MMFeatures = await Direct(EmbeddingLoader(EmbeddingLoaderConfig())).load(source)
+    return features
 
 
 async def test_loads_a_verified_embedding() -> None:
@@ -131,7 +133,6 @@ async def test_loads_run_side_by_side_and_results_are_their_own() -> None:
 
 async def test_two_loads_are_in_flight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=30)
-    load_embeds = embeddings.load_embeds
 
     def meet(*args: Any, **kwargs: Any) -> Any:
         both.wait()

@@ -121,7 +121,7 @@ async def test_the_digest_knows_what_shaped_the_arrays_and_no_more() -> None:
         audio_source = await data(Modality.AUDIO, wav())
 
         async def name(source: MediaSource, options: MediaOptions) -> str:
-            return (await loader.load(source, options)).digest
+            return str((await loader.load(source, options)).digest)
 
         slow, fast = MediaOptions(sampling_rate=8000), MediaOptions(sampling_rate=16000)
         assert await name(image_source, slow) == await name(image_source, fast)
@@ -170,7 +170,7 @@ async def test_a_passed_deadline_names_the_stage() -> None:
 
 
 class Gate:
-    """A host that holds its answers back until told."""
+    """A host that holds its answers back until the test releases them."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -271,7 +271,7 @@ async def test_decoding_does_not_hold_the_loop_and_waiting_is_not_service(
     async with loading(threads=1) as loader:
         sources = [await data(Modality.IMAGE, png((8, 8), (number, 0, 0))) for number in range(2)]
         loads = [loader.stage.load(CallHeader(), source, OPTIONS) for source in sources]
-        tasks = [asyncio.create_task(load) for load in loads]
+        tasks = [asyncio.ensure_future(load) for load in loads]
         assert await asyncio.to_thread(running.wait, 10)  # the loop runs while the only thread is busy
         clock.now = 0.2  # the first load holds the thread, and the second waits for it
         go.set()
@@ -507,18 +507,18 @@ async def test_equal_content_in_flight_is_decoded_once(monkeypatch: pytest.Monke
 
 async def test_work_that_fails_as_its_last_waiter_leaves_prints_no_traceback() -> None:
     flights: SingleFlight[None] = SingleFlight()
-    release, told = asyncio.Event(), []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    begun, release, reported = asyncio.Event(), asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 
     async def fails() -> None:
+        begun.set()
         await release.wait()
         raise InvalidMedia("broken")
 
     waiter = asyncio.create_task(flights.run("key", fails))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await begun.wait()
     release.set()
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the work fails in the turn in which the waiter is cancelled
     waiter.cancel()
     with contextlib.suppress(asyncio.CancelledError, InvalidMedia):
         await waiter
@@ -526,4 +526,4 @@ async def test_work_that_fails_as_its_last_waiter_leaves_prints_no_traceback() -
     for _ in range(3):
         await asyncio.sleep(0)
     gc.collect()
-    assert not told
+    assert not reported

@@ -30,6 +30,7 @@ from deployments.types import (
     MediaUUID,
     Modality,
     Payload,
+    VideoMetadata,
 )
 from tests.support.in_process import Direct
 from tests.support.tiny_families import FAMILIES
@@ -144,7 +145,8 @@ async def test_each_video_keeps_its_own_rate(
 ) -> None:
     """`seconds` from one frame to the next: a position of time takes several frames."""
     media, _ = video(1, frames=8)
-    metadata = {
+    assert media.video_metadata
+    metadata: VideoMetadata = {
         **media.video_metadata,
         "total_num_frames": 8 * every,
         "frames_indices": [every * i for i in range(8)],
@@ -174,12 +176,12 @@ async def test_no_time_left(stage: Direct[MMPreprocessor]) -> None:
         await Direct(stage.stage, timeout_s=0).process_one(image(1)[0])
 
 
-def test_plain_text_at_the_edge_of_a_replacement_is_told_apart() -> None:
+def test_plain_text_at_the_edge_of_a_replacement_becomes_affixes() -> None:
     """It can grow together with the prompt, so it is encoded with the prompt."""
 
     class Wordy(type(processor(OMNI))):  # type: ignore[misc]
-        def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: object) -> str:
-            return "here\n\n" + super().replace_image_token(image_inputs, image_idx, **kwargs) + " !"
+        def replace_image_token(self, *args: object, **kwargs: object) -> str:
+            return f"here\n\n{super().replace_image_token(*args, **kwargs)} !"
 
     wordy = rebuilt(Wordy)
     wordy.chat_template = "look: <|IMAGE|> there"
@@ -251,7 +253,7 @@ def noise(size: tuple[int, int] = (64, 48)) -> Image.Image:
 
 
 def fresh(**limits: int) -> Direct[MMPreprocessor]:
-    return Direct(MMPreprocessor(MMPreprocessorConfig(), MediaLoaderConfig(**limits).decoder))
+    return Direct(MMPreprocessor(MMPreprocessorConfig(), MediaLoaderConfig.model_validate(limits).decoder))
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg"])

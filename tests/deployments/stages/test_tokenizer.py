@@ -227,7 +227,7 @@ def test_a_string_and_a_list_of_one_text_are_alike_in_every_template(template: s
         for content in ("be brief", [{"type": "text", "text": "be brief"}])
     ]
     assert prompts[0] == prompts[1]
-    assert f"{role}: be brief" in load_prompting(OMNI).tokenizer.decode(prompts[0].token_ids)
+    assert f"{role}: be brief" in processor(OMNI).tokenizer.decode(prompts[0].token_ids)
 
 
 def test_a_template_of_strings_alone_cannot_take_media() -> None:
