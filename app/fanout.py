@@ -280,8 +280,10 @@ class FanOut:
             done = await self._stages.mm_preprocessor.read(
                 source, request.options, request.settings, uuid, context
             )
-        except (ReplicaDied, ObjectLost):
-            # Another crash costs less in MediaLoader: it starts quickly and has little to lose.
+        except ObjectLost:
+            return (await self._load_and_process([item], request))[0]
+        except ReplicaDied:
+            # The item may be the reason. Another crash costs less in MediaLoader: it starts quickly.
             return (await self._load_and_process([item], request, attempt=2))[0]
         media, features = done.value.media, done.value.features
         request.spend_tokens(item, features.length)
@@ -311,13 +313,17 @@ class FanOut:
     ) -> list[PreparedItem]:
         """Loads the items, then processes them in one call.
 
-        Does both once more if the decoded arrays are not available when they are to be processed.
+        Does both again if the decoded arrays are not available for processing, once for each reason.
         """
-        try:
-            return await self._load_and_process_once(items, request, attempt)
-        except (ArraysEvicted, ObjectLost):
-            options = replace(request.options, decode_again=True)
-            return await self._load_and_process_once(items, replace(request, options=options), attempt)
+        reasons: set[type[Exception]] = set()
+        while True:
+            try:
+                return await self._load_and_process_once(items, request, attempt)
+            except (ArraysEvicted, ObjectLost) as error:
+                if type(error) in reasons:
+                    raise
+                reasons.add(type(error))
+                request = replace(request, options=replace(request.options, decode_again=True))
 
     async def _load_and_process_once(
         self, items: list[Item], request: _Request, attempt: int

@@ -58,6 +58,7 @@ _MESSAGE_TOKENS = 8192  # whose text, twice, surely fits into a message
 _SMALL_IMAGE_BYTES = 32 * 1024  # as text; larger ones rarely have features that fit into a message
 
 _BROADCAST_S = 1.0  # a replica that does not answer a broadcast holds up the others for this long at most
+_TIMER_S = 0.001  # a timer may fire this long before its time
 _READER_GRACE_S = 0.1  # after the deadline: a reader that is waiting has had its StageTimeout by then
 
 
@@ -382,9 +383,9 @@ def _cancel_unless_done(response: Any, stage: str, context: CallContext) -> Iter
     except BaseException as error:
         response.cancel()
         collect_soon()  # Serve keeps the call and its arguments in a reference cycle
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and context.deadline.left_s() < _TIMER_S:
             ours: BaseException = context.deadline.passed(stage)
-        elif isinstance(error, (RayError, BackPressureError, DeploymentUnavailableError, grpc.RpcError)):
+        elif isinstance(error, _FOREIGN):
             ours = to_serving_error(error, stage)
         else:
             ours = error
@@ -393,6 +394,10 @@ def _cancel_unless_done(response: Any, stage: str, context: CallContext) -> Iter
         if ours is error:
             raise
         raise ours from error
+
+
+# A TimeoutError before the deadline is a stage's own fault.
+_FOREIGN = (RayError, BackPressureError, DeploymentUnavailableError, grpc.RpcError, TimeoutError)
 
 
 def to_serving_error(error: Exception, stage: str) -> ServingError:

@@ -127,10 +127,13 @@ def endpoint(
     async def serve(self: S, header: CallHeader, /, *args: P.args, **kwargs: P.kwargs) -> Reply[T]:
         record = begin_call(header.param)
         with tracing.serving(self.name, header.trace) as set_attributes, release_on_error(*args):
+            deadline = asyncio.timeout(header.timeout_s)
             try:
-                async with asyncio.timeout(header.timeout_s):
+                async with deadline:
                     value = await method(self, *args, **kwargs)
             except TimeoutError:
+                if not deadline.expired():  # the method's own, and so a fault of the server
+                    raise
                 raise StageTimeout(
                     f"The request's deadline passed in {self.name}. Send less, or try again later.",
                     header.param or None,

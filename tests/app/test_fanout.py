@@ -327,6 +327,46 @@ async def test_arrays_that_are_not_available_are_loaded_again_once(
         await prepare(replace(stages, mm_preprocessor=twice), heard(720))
 
 
+async def test_evicted_and_then_lost_arrays_are_each_loaded_again(parts: Parts, stages: Stages) -> None:
+    lost = ForgetfulPreprocessor(parts.mm_preprocessor, ObjectLost("lost"), 1)
+
+    class Evicting(InProcessMMPreprocessor):
+        evicted = False
+
+        async def process(
+            self, items: list[Media], settings: ProcessorSettings, context: CallContext
+        ) -> Timed[list[MMFeatures]]:
+            if not self.evicted:
+                self.evicted = True
+                raise ArraysEvicted("evicted")
+            return await lost.process(items, settings, context)
+
+    evicting = Evicting(parts.mm_preprocessor)
+    (item,) = (await prepare(replace(stages, mm_preprocessor=evicting), heard(721))).items
+    assert item.features.num_tokens > 0
+
+
+class LosingPreprocessor(InProcessMMPreprocessor):
+    """A preprocessor that loses the input of each item that it is to decode."""
+
+    async def read(
+        self,
+        source: MediaSource,
+        options: MediaOptions,
+        settings: ProcessorSettings,
+        uuid: MediaUUID | None,
+        context: CallContext,
+    ) -> Timed[MMItem]:
+        raise ObjectLost("lost")
+
+
+async def test_a_lost_input_does_not_count_as_a_death(parts: Parts, stages: Stages) -> None:
+    loader = DyingLoader(parts.media_loader, 0)
+    losing = replace(stages, media_loader=loader, mm_preprocessor=LosingPreprocessor(parts.mm_preprocessor))
+    await prepare(losing, parsed(12))
+    assert loader.attempts == [1]
+
+
 async def test_the_media_of_a_request_are_bounded_together(stages: Stages) -> None:
     three = parsed(1, 2, 3)
     each = three.items[0].num_bytes

@@ -199,6 +199,13 @@ async def test_a_call_past_its_deadline_is_cancelled_and_names_the_stage() -> No
     assert traffic.calls_to("MediaLoader") == 0
 
 
+async def test_a_timeout_before_the_deadline_is_a_fault_of_the_stage() -> None:
+    handle = Handle(TimeoutError("a socket"))
+    with pytest.raises(ServingError, match="MediaLoader failed on this request") as caught:
+        await RayMediaLoader(handle, Traffic()).load(IMAGE, OPTIONS, context())
+    assert type(caught.value) is ServingError
+
+
 async def test_a_cancelled_task_cancels_its_call() -> None:
     handle, traffic = Handle(None), Traffic()
     task = asyncio.create_task(RayMediaLoader(handle, traffic).load(IMAGE, OPTIONS, context()))
