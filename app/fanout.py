@@ -123,7 +123,7 @@ class _Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What holds for all items of one request, and the budgets that they share."""
+    """The settings of one request that hold for all its items, and the budgets that they share."""
 
     options: MediaOptions
     settings: ProcessorSettings

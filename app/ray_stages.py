@@ -84,7 +84,7 @@ RETRIES = {
 
 
 class Handle(Protocol):
-    """What we use of `ray.serve.handle.DeploymentHandle`."""
+    """The used part of `ray.serve.handle.DeploymentHandle`."""
 
     def options(self, *, stream: bool = ..., session_id: str = ..., _by_reference: bool = ...) -> Handle: ...
 

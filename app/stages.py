@@ -63,7 +63,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the milliseconds of one call went. The three parts add up to the whole call."""
+    """The milliseconds of one call. Its three parts add up to the whole call."""
 
     start: float  # since the request came
     queue: float  # waiting and transport
@@ -109,7 +109,7 @@ def without_gaps(start: float, timings: Iterable[Timing]) -> list[Timing]:
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a call carries besides its arguments."""
+    """The data that a call carries in addition to its arguments."""
 
     deadline: Deadline
     param: str = ""  # the item's place in the request: "messages[0].content[1]"

@@ -1,4 +1,4 @@
-"""The records that cross processes. One concept, one definition; tensors travel beside them in a Payload."""
+"""The records that cross processes, one definition for each concept. Tensors travel in a Payload."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 # Mean and standard deviation of each channel, float32: a value is (byte - mean) / std.
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
-# Plain text that a processor puts right before and after an item's tokens. It grows together with the text
-# around it, so it is encoded with the prompt.
+# Plain text that a processor puts directly before and after an item's tokens. It is encoded together with the
+# text around it, since tokens may span both.
 Affixes = tuple[str, str]
 
 
@@ -42,13 +42,13 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """Where one media item comes from, as the client named it."""
+    """The source of one media item, as the client gave it."""
 
     modality: Modality
     kind: Literal["url", "data"]
     url: str = ""  # kind "url": http(s):// or file://
-    header: str = ""  # kind "data": what stands between "data:" and the comma, e.g. "image/png;base64"
-    payloads: list[Payload] = field(default_factory=list)  # kind "data": what follows the comma, in pieces
+    header: str = ""  # kind "data": the text between "data:" and the comma: "image/png;base64"
+    payloads: list[Payload] = field(default_factory=list)  # kind "data": the text after the comma, in pieces
     sample: str = ""  # kind "data": a digest of a part of it, as an affinity key
 
     @property
@@ -63,19 +63,21 @@ class MediaSource:
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """How media are to be decoded: as the model's processor wants, where the request does not say."""
+    """Options of decoding: the request's, or else those of the model's processor."""
 
     sampling_rate: int = 16000  # Hz, audio is resampled to it
-    num_frames: int | None = None  # video: at most so many frames, uniform over the clip
+    num_frames: int | None = None  # video: the most frames, uniform over the clip
     fps: float | None = None  # video: frames per second of the clip to keep
-    max_duration: float | None = None  # s; by `fps`, a longer video gets no more frames than one so long
-    background: tuple[int, int, int] = (255, 255, 255)  # RGB under what is transparent in an image
-    previews: bool = False  # whether `Media.previews` are wanted
-    decode_again: bool = True  # the arrays are wanted of what was decoded before, too
+    max_duration: float | None = (
+        None  # s; with `fps`, a longer video gets no more frames than one of this length
+    )
+    background: tuple[int, int, int] = (255, 255, 255)  # RGB under transparent pixels of an image
+    previews: bool = False  # make `Media.previews`
+    decode_again: bool = True  # return the arrays even of an item that was decoded before
 
 
 class MediaUUID(NamedTuple):
-    """What a client calls an item. Clients with different salts never see each other's."""
+    """A client's own name for an item. Clients with different salts never see each other's items."""
 
     salt: str
     modality: Modality
@@ -102,13 +104,13 @@ class Media:
     modality: Modality
     digest: str  # hex blake3 over modality, the encoded bytes and the options that shaped the arrays
     payload: Payload | None = None  # None: the arrays were not kept, or are not needed
-    info: dict[str, Any] = field(default_factory=dict)  # what `render` shows as "media"
+    info: dict[str, Any] = field(default_factory=dict)  # facts that `render` shows as "media"
     num_bytes: int = 0  # encoded size as fetched or sent
     mime: str = ""  # by content, e.g. "image/png"
     video_metadata: VideoMetadata | None = None
     previews: list[str] = field(default_factory=list)  # data: URIs, see deployments.media.previews
     cached: bool = False
-    uuid: MediaUUID | None = None  # by which it may be asked for again
+    uuid: MediaUUID | None = None  # with which it can be recalled
 
     @property
     def nbytes(self) -> int:
@@ -116,30 +118,33 @@ class Media:
         return self.payload.nbytes if self.payload else 0
 
 
-# Features with the seconds of a step of a video's grid, as families call them; clients may use either.
+# Names of the feature with the seconds of one step of a video's grid. Clients may use either.
 SECONDS_PER_GRID = ("second_per_grid_ts", "video_second_per_grid")
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedsForm:
-    """How embeddings that a client sends take the place of an item of one modality, or of a piece of text."""
+    """Rules by which a client's embeddings replace an item of one modality, or a piece of text."""
 
     token_id: int  # one for each embedding
-    before: list[tuple[int, int]] = field(default_factory=list)  # what the family puts around them in the
-    after: list[tuple[int, int]] = field(default_factory=list)  # prompt, as (token id, count)
-    token_types: dict[str, int] = field(default_factory=dict)  # of per-token features: their value
-    grid: str = ""  # name of the feature (t, h, w) that the model derives positions from; empty: none
-    merge: int = 1  # so many cells of the grid's height, and of its width, are one embedding
+    # The family's wrapper tokens around them in the prompt, as (token id, count).
+    before: list[tuple[int, int]] = field(default_factory=list)
+    after: list[tuple[int, int]] = field(default_factory=list)
+    token_types: dict[str, int] = field(
+        default_factory=dict
+    )  # per-token feature -> its value for these tokens
+    grid: str = ""  # name of the feature (t, h, w) from which the model derives positions; empty: none
+    merge: int = 1  # cells of the grid's height, and of its width, for one embedding
     affixes: Affixes = ("", "")
-    seconds: str = ""  # the one of SECONDS_PER_GRID that the model takes; empty: none
+    seconds: str = ""  # the name of SECONDS_PER_GRID that the model uses; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSource:
-    """One item's embeddings as the client sent them, by its names and in its order.
+    """One item's embeddings as the client sent them, in its order.
 
-    For a name there is the base64 of a torch.save, safetensors or npy file, in pieces (uint8[n] each, see
-    `deployments.runtime.payload.unpack_pieces`), or plain numbers, int64 or float64.
+    A value is the base64 of a torch.save, safetensors or npy file, in pieces of uint8[n] (see
+    `deployments.runtime.payload.unpack_pieces`), or plain numbers of int64 or float64.
     """
 
     modality: Modality | None  # None: prompt embeddings
@@ -164,7 +169,7 @@ class EmbeddingSource:
 
 
 def embeds_name(modality: Modality | None) -> str:
-    """Of an item's embeddings: in requests, and among the arrays of its features."""
+    """Returns the name of an item's embeddings, in requests and among the arrays of its features."""
     return f"{modality or 'prompt'}_embeds"
 
 
@@ -172,24 +177,23 @@ def embeds_name(modality: Modality | None) -> str:
 class MMFeatures:
     """One item as the model takes it.
 
-    Arrays of the payload: whatever the Hugging Face processor returned for this item alone (`pixel_values`,
-    `image_grid_thw`, ...), but for the token ids, which are in `replacement`; what is in
-    `normalizations`, as uint8. Of an item that was sent as embeddings: `embeds_name` [num_tokens, hidden
-    size], bfloat16 as its bits in uint16, and the like of `image_grid_thw`.
+    Arrays of the payload: the Hugging Face processor's output for this item alone (`pixel_values`,
+    `image_grid_thw`, ...) without the token ids, which are in `replacement`. Features in `normalizations` are
+    uint8. Embeddings of a client are `embeds_name` [num_tokens, hidden size], with bfloat16 as its bits in
+    uint16, and features such as `image_grid_thw`.
     """
 
     modality: Modality | None  # None: prompt embeddings
-    digest: str  # hex blake3 over all that shaped the features: the media, the processor, its settings
+    digest: str  # hex blake3 over the media, the processor and its settings
     num_tokens: int  # placeholder positions in the prompt that the item's embeddings fill
-    replacement: list[tuple[int, int]]  # what replaces the placeholder in the prompt, as (token id, count)
+    replacement: list[tuple[int, int]]  # tokens that replace the placeholder, as (token id, count)
     payload: Payload | None  # None: left out of a message for which it is too large
     shapes: dict[str, tuple[tuple[int, ...], str]]  # feature name -> (shape, dtype name), as the processor's
     cached: bool = False
     affixes: Affixes = ("", "")
-    family: str = ""  # class of the processor: how features of several items join
-    normalizations: dict[str, Normalization] = field(
-        default_factory=dict
-    )  # feature name -> what is left to do
+    family: str = ""  # class of the processor; see `deployments.processor.joining`
+    # By feature: the normalization that the model stage applies.
+    normalizations: dict[str, Normalization] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -198,13 +202,13 @@ class MMFeatures:
 
     @property
     def length(self) -> int:
-        """Token ids that replace the placeholder: `num_tokens` and what the family wraps around them."""
+        """Number of tokens that replace the placeholder: `num_tokens` and the family's wrapper tokens."""
         return sum(count for _, count in self.replacement)
 
 
 @dataclass(frozen=True, slots=True)
 class MMItem:
-    """An item and what became of it."""
+    """A decoded and processed item."""
 
     media: Media  # without its arrays
     features: MMFeatures
@@ -233,57 +237,57 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
-    tokens: list[str] = field(default_factory=list)  # each as the vocabulary has it, where they are wanted
+    tokens: list[str] = field(default_factory=list)  # each as the vocabulary writes it, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How an answer is drawn. A value that changes nothing is the default of each field."""
+    """Rules for drawing the tokens of an answer. Each field's default changes nothing."""
 
     max_tokens: int
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    min_p: float = 0.0  # of the most likely token's probability
-    repetition_penalty: float = 1.0  # of what is in the prompt or the answer, as a factor
-    presence_penalty: float = 0.0  # of what is in the answer, once
-    frequency_penalty: float = 0.0  # of what is in the answer, for each time
+    min_p: float = 0.0  # as a share of the most likely token's probability
+    repetition_penalty: float = 1.0  # factor for tokens of the prompt and the answer
+    presence_penalty: float = 0.0  # for tokens of the answer, once
+    frequency_penalty: float = 0.0  # for tokens of the answer, for each occurrence
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    seed: int | None = None  # one seed, one answer, whatever else is running
-    min_tokens: int = 0  # neither an end nor `stop_token_ids` before so many
+    seed: int | None = None  # equal seeds give equal answers, in any batch
+    min_tokens: int = 0  # no end and no `stop_token_ids` before this many tokens
     stop_token_ids: tuple[int, ...] = ()  # end the answer and are not part of it
     ignore_eos: bool = False  # go on to max_tokens
-    top_logprobs: int | None = None  # alternatives told for each token; None: no logprobs at all
+    top_logprobs: int | None = None  # alternatives for each token; None: no logprobs at all
     n: int = 1  # answers
 
 
 class TokenLogprob(NamedTuple):
-    """How likely the model itself held a token, before penalties and temperature."""
+    """The model's own log probability of a token, before penalties and temperature."""
 
     logprob: float
-    top: list[tuple[int, float]]  # (token id, logprob), the likeliest first
+    top: list[tuple[int, float]]  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What the model produced for one of the answers since its last one; its last has a `finish_reason`.
+    """The new tokens of one answer since its last delta. The last delta has a `finish_reason`.
 
-    The token that ends an answer is not in `token_ids`, so the tokens of all deltas are the completion, and
-    their number is what usage counts.
+    The token that ends an answer is not in `token_ids`. So the tokens of all deltas are the completion, and
+    usage counts them.
     """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"] | None = None
     index: int = 0  # of the answer, below `SamplingParams.n`
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, where asked for
-    cached_tokens: int = 0  # set on the first delta: tokens of the prompt that needed no work
-    queue_ms: float = 0.0  # set on the first delta: waited for the engine
-    prefill_ms: float = 0.0  # set on the first delta: until the first token was there
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, if requested
+    cached_tokens: int = 0  # set on the first delta: prompt tokens found in the KV cache
+    queue_ms: float = 0.0  # set on the first delta: time in the engine's queue
+    prefill_ms: float = 0.0  # set on the first delta: time from there to the first token
 
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """What travels with every call of a stage, beside the arguments."""
+    """The data of every call of a stage that are not its arguments."""
 
     timeout_s: float | None = None  # time left until the request's deadline; None: no limit
     param: str = ""  # the item's place in the request: "messages[0].content[1]"
@@ -292,7 +296,7 @@ class CallHeader:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """What a stage sends back for a call: the value, and how long the stage worked on it."""
+    """The answer of a stage: the value, and the time that the stage worked on it."""
 
     value: T
     service_ms: float  # at work in the stage's threads
@@ -304,12 +308,12 @@ class Activity:
     """A snapshot of one replica: its queue, and what it has done since it started."""
 
     name: str  # of the stage, or of a part of it: "MediaLoader.fetch"
-    queued: int  # items, or answers of the model, that wait
-    in_flight: int  # that are worked on
+    queued: int  # items, or sequences of the model, that wait
+    in_flight: int  # items, or sequences, being worked on
     done: int
     hits: int = 0  # of its caches
     misses: int = 0
-    room: int = 0  # of the engine: answers that could be worked on besides
+    room: int = 0  # of the engine: sequences that it could start now
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,20 +321,20 @@ class TokenizerSpec:
     tokenizer_json: str  # loads with tokenizers.Tokenizer.from_str: the ingress detokenizes with it
     special_token_ids: list[int] = field(default_factory=list)  # left out of the text
     max_token_length: int = 1  # characters; bytes, for a tokenizer of bytes
-    plain_token_id: int = 0  # of any token of plain text: stands in `token_ids` for embedded text
+    plain_token_id: int = 0  # a token of plain text, which stands for embedded text in `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """What the processor takes, asked once by the ingress."""
+    """The processor's inputs, which the ingress reads once at start."""
 
     modalities: list[Modality]
     options: MediaOptions
-    # What a request may set of the processor, by name, and the largest value; None for what is on or off.
+    # Settings of the processor that a request may change, with the largest value; None for switches.
     settings: dict[str, int | None] = field(default_factory=dict)
-    caches: bool = False  # whether what was processed before is kept: then it need not be decoded again
-    joint: list[Modality] = field(default_factory=list)  # all items of a request are processed in one call
-    embeds: dict[Modality, EmbedsForm] = field(default_factory=dict)  # of the modalities that can be embedded
+    caches: bool = False  # processed items are cached, and so need not be decoded again
+    joint: list[Modality] = field(default_factory=list)  # their items are processed in one call
+    embeds: dict[Modality, EmbedsForm] = field(default_factory=dict)  # modalities with embeddings
     # The features of a 224 x 224 image are at most INLINE_BYTES, so they travel in the message.
     small_images_inline: bool = False
 
@@ -338,7 +342,7 @@ class InputSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     max_model_len: int  # tokens of prompt and answer together
-    hidden_size: int | None = None  # of its embeddings; None: it needs more of its inputs than embeddings
+    hidden_size: int | None = None  # of its embeddings; None: the model needs more of an item than embeddings
     default_sampling: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
     device: str = "cpu"
     dtype: str = "float32"

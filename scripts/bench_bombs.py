@@ -103,11 +103,13 @@ def measure(name: str, folder: Path) -> bool:
     if done.returncode:
         print(f"{name:<22} {len(data):10}  the process ended with {done.returncode}: {done.stderr[-500:]}")
         return False
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    ratio = told["peak"] / LIMIT
-    print(f"{name:<22} {len(data):10}  {told['outcome']:<26} {told['peak'] / MIB:8.1f} {ratio:8.2f}", end="")
-    taken = bool(told["status"] == 200)
-    right = bomb.harmless or (taken if bomb.fits else 400 <= told["status"] < 500)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    ratio = result["peak"] / LIMIT
+    print(
+        f"{name:<22} {len(data):10}  {result['outcome']:<26} {result['peak'] / MIB:8.1f} {ratio:8.2f}", end=""
+    )
+    taken = bool(result["status"] == 200)
+    right = bomb.harmless or (taken if bomb.fits else 400 <= result["status"] < 500)
     remarks = {"fits": bomb.fits, "TOO MUCH": ratio >= GOAL, "WRONG": not right}
     print("  ", " ".join(remark for remark, holds in remarks.items() if holds))
     return right and ratio < GOAL
@@ -177,7 +179,7 @@ async def load_one(loader: MediaLoader, bomb: Bomb, sent: bytes, url: str = "") 
 
 
 async def warm_up(loader: MediaLoader) -> None:
-    """What libraries load at first use is not the bomb's."""
+    """Loads the libraries first, so that their memory is not counted for a bomb."""
     for modality, data in (
         (Modality.IMAGE, png(8, 8)),
         (Modality.AUDIO, silence(1, 8000, 1, "WAV", "PCM_16")),
@@ -205,7 +207,7 @@ def resident(field: str) -> int:
 
 
 def png(width: int, height: int, rows: bytes | None = None, kind: int = 0, bits: int = 8) -> bytes:
-    """`rows` or nothing but zeros, of which a megabyte at most: the header tells the rest."""
+    """`rows` or nothing but zeros, of which at most a megabyte: the header claims the rest."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         check = zlib.crc32(name + content)
@@ -227,12 +229,12 @@ def png_text() -> bytes:
 
 
 def gif(width: int, height: int) -> bytes:
-    """A small picture whose screen is told as large."""
+    """A small picture on a screen that the header declares as large."""
     return b"GIF89a" + struct.pack("<HH", width, height) + saved(Image.new("P", (8, 8)), "gif")[10:]
 
 
 def jpeg(width: int, height: int) -> bytes:
-    """A small picture whose header tells another size."""
+    """A small picture whose header claims another size."""
     data = bytearray(saved(Image.new("L", (8, 8)), "jpeg"))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", height, width)
@@ -240,7 +242,7 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def tiff(width: int, height: int) -> bytes:
-    """Deflated zeros of which the header tells more."""
+    """Deflated zeros, of which the header claims more."""
     tags = [
         *((256, 4, width), (257, 4, height), (258, 3, 8), (259, 3, 8), (262, 3, 1), (273, 4, 200)),
         *((277, 3, 1), (278, 4, height), (279, 4, 1000)),
@@ -251,7 +253,7 @@ def tiff(width: int, height: int) -> bytes:
 
 
 def ico(inner: bytes) -> bytes:
-    """An icon told as 16 x 16 whose PNG is larger."""
+    """An icon declared as 16 x 16 whose PNG is larger."""
     entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22)
     return b"\0\0\1\0\1\0" + entry + inner
 
@@ -299,7 +301,7 @@ def tiff_strip() -> bytes:
 
 
 def side_of(bytes_per_pixel: int) -> int:
-    """Of the largest square that the limit allows."""
+    """Makes an image of the largest square that the limit allows."""
     return int((LIMIT // bytes_per_pixel) ** 0.5) - 1
 
 
@@ -364,7 +366,7 @@ def pcm_in_one_packet(num_samples: int) -> bytes:
 
 
 def sound_beside_pictures(side: int, tracks: int = 1) -> bytes:
-    """A second of silence; what the other tracks hold FFmpeg would have to decode to tell."""
+    """A second of silence; FFmpeg would have to decode the other tracks to know their content."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
         size = {"width": side, "height": side}
@@ -403,7 +405,7 @@ def promising_fragment(count: int) -> bytes:
 
 
 def mkv_tags(count: int) -> bytes:
-    """Of three bytes each, before a track that is none."""
+    """Makes elements of three bytes each before an invalid track."""
     tags = count * b"\x73\x73\x80"
     sized = b"\x12\x54\xc3\x67" + (1 << 56 | len(tags)).to_bytes(8, "big") + tags
     segment = b"\x18\x53\x80\x67" + (1 << 56 | len(sized)).to_bytes(8, "big") + sized

@@ -1,4 +1,4 @@
-"""What `MediaLoader` adds to the bare libraries, and what loading all items at once saves.
+"""Measures the cost of `MediaLoader` over the bare libraries, and the gain of loading all items at once.
 
     .venv/bin/python -m scripts.bench_media [-n 21] [--niceness 0]
 

@@ -105,7 +105,7 @@ def fuzz(name: str, seed: int, seconds: float, corpus: Path | None, progress: st
     target, sources = TARGETS[name], seeds_of(name, corpus)
     outcomes: Counter[str] = Counter()
     slowest, slowest_seed = 0.0, seed
-    found: set[str] = set()  # lines of code: each is told once
+    found: set[str] = set()  # lines of code: each is reported once
     with open(progress, "w") as file:
         end = time.monotonic() + seconds
         while True:
@@ -124,9 +124,11 @@ def fuzz(name: str, seed: int, seconds: float, corpus: Path | None, progress: st
             seed += 1
             if time.monotonic() >= end:
                 break
-    told = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.most_common())
+    summary = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.most_common())
     total = sum(outcomes.values())
-    print(f"{name}: {total} inputs in {seconds:.0f} s: {told}; slowest {slowest:.2f} s, seed {slowest_seed}")
+    print(
+        f"{name}: {total} inputs in {seconds:.0f} s: {summary}; slowest {slowest:.2f} s, seed {slowest_seed}"
+    )
     return FOUND if found else 0
 
 
@@ -209,7 +211,7 @@ def fuzz_data_uri(rng: random.Random, sources: list[bytes]) -> None:
 
 
 def fuzz_url(rng: random.Random, sources: list[bytes]) -> None:
-    """What passes is read alike by others, and passes again unchanged."""
+    """Checks that accepted URLs are read alike by other parsers, and pass again unchanged."""
     pieces = [rng.choice(rng.choice(_URL_PIECES)) for _ in range(rng.randrange(7))]
     scheme = rng.choice(["http://", "https://", "HTTP://", "http:/", "https:///", ""])
     text = "".join([scheme, rng.choice(_HOSTS), rng.choice(["", "/", ":8080/"]), *pieces])

@@ -1,4 +1,4 @@
-"""Where a request's time went: `timings_ms` of answers, and the Server-Timing header.
+"""The times of a request: `timings_ms` of answers, and the Server-Timing header.
 
 All times come from the request's one clock, from the arrival of its headers to the making of its answer:
 

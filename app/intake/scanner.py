@@ -213,7 +213,7 @@ class Scanner:
         self._long = None
 
     def _long_stop(self) -> int:
-        """Where the open long string stops in the data, without splitting an escape or a character."""
+        """Returns the end of the open long string in the data, without splitting an escape or a character."""
         data, pos = self._data, self._pos
         quote = data.find(b'"', pos)
         stop = len(data) if quote < 0 else quote

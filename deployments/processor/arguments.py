@@ -34,7 +34,7 @@ def media_arguments(
 
 
 def media_options(processor: Processor) -> MediaOptions:
-    """How the processor wants media decoded."""
+    """Returns the decoding options that the processor wants."""
     video = getattr(processor, "video_processor", None)
     num_frames, fps = getattr(video, "num_frames", None), getattr(video, "fps", None)
     if num_frames is None:

@@ -44,7 +44,10 @@ _SMALL_IMAGE = np.zeros((224, 224, 3), np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """How items of one modality are processed. `deployments.processor.exactness` chooses it at start."""
+    """The way in which items of one modality are processed.
+
+    `deployments.processor.exactness` chooses it at start.
+    """
 
     jointly: bool = False  # all items of a request in one call, because they influence each other
     normalizations: dict[str, Normalization] = field(default_factory=dict)  # feature -> applied by the model

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """How one feature of several items becomes one array."""
+    """The rule that makes one array of a feature of several items."""
 
     axis: int | None = 0  # concatenate along this axis; None: add the numbers up
     pad: float | None = None  # fill smaller items up with this; None: items differ only along the axis

@@ -1,8 +1,8 @@
-"""Calls about the same content go to the same replica, where it may still be in a cache.
+"""Routes calls about the same content to the same replica, whose cache may still have it.
 
-Best effort: nothing depends on it but how often work is done twice. The key of a call is its `session_id`,
-as in `handle.options(session_id=digest).process.remote(...)`. (Not `multiplexed_model_id`: Serve's router
-indexes waiting calls by that and forgets none of them before the same id comes again.)
+This is best effort: it only saves repeated work. The key of a call is its `session_id`, as in
+`handle.options(session_id=digest).process.remote(...)`. (`multiplexed_model_id` would leak: Serve's router
+indexes waiting calls by it, and forgets them only when the same id comes again.)
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from blake3 import blake3
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-# So many calls more than the least busy replica has may wait at the one that content belongs to.
+# The owner of a key may have up to this many calls more than the least busy replica.
 MAX_IMBALANCE = 32
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """By rendezvous hashing: a replica that comes or goes moves only what it gets or had.
+    """Finds the owner of a key by rendezvous hashing: a new or lost replica moves only its own keys.
 
-    Without a key, and where the replica of a key is too busy, the less busy of two takes the call, as Serve's
-    own router does it.
+    A call without a key, or whose owner is too busy, goes to the less busy of two random replicas, as with
+    Serve's own router.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Groups in the order in which they are tried; of a group, the least busy replica is taken."""
+        """Returns groups of replicas in the order of trial. Serve takes the least busy one of a group."""
         any_two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
             return [any_two]
-        pending_request.routing_context.should_backoff = True  # else a full queue is asked without a pause
+        pending_request.routing_context.should_backoff = (
+            True  # otherwise a full queue is polled without a pause
+        )
         key = pending_request.metadata.session_id
         if not key or not candidate_replicas:
             return [any_two]
@@ -41,9 +43,10 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     def _get_pending_request_matching_metadata(
         self, request_metadata: RequestMetadata | None = None
     ) -> PendingRequest | None:
-        """Whose turn it is at the replica that was chosen for `request_metadata`: a call with the same key.
+        """Returns the waiting call that gets the replica chosen for `request_metadata`: one with the same
+        key.
 
-        Not by Serve's request id, which all calls of one request share.
+        Serve itself matches by request id, which all calls of one request share.
         """
         key = request_metadata and request_metadata.session_id
         waiting = (p for p in self._pending_requests_to_fulfill if not p.future.done())

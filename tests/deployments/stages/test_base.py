@@ -1,4 +1,4 @@
-"""What the base and the endpoint decorator add to a stage."""
+"""The base of stages and the endpoint decorator."""
 
 from __future__ import annotations
 
