@@ -14,6 +14,7 @@ from app.http.auth import key_digests
 from app.http.settings import ApiSettings
 from app.openai.requests import MediaIOKwargs
 from deployments.processor.checkpoint import resolve
+from deployments.stages.base import StageConfig
 from deployments.stages.embedding_loader import EmbeddingLoaderConfig
 from deployments.stages.media_loader import MediaLoaderConfig
 from deployments.stages.mm_preprocessor import MMPreprocessorConfig
@@ -21,10 +22,7 @@ from deployments.stages.model import ModelConfig
 from deployments.stages.tokenizer import TokenizerConfig
 from deployments.types import Modality
 
-_STAGES = ("tokenizer", "media_loader", "embedding_loader", "mm_preprocessor", "engine")
-_WITH_TEMPLATE = ("tokenizer", "mm_preprocessor")
-_WITH_MODEL = ("tokenizer", "mm_preprocessor", "engine")  # stages that load the checkpoint
-SET_AT_TOP = ("model", "chat_template", "otlp_endpoint")
+SET_AT_TOP = ("model", "chat_template", "otlp_endpoint")  # and given to the stages that have them
 
 
 class AppConfig(BaseModel):
@@ -108,17 +106,18 @@ class AppConfig(BaseModel):
         """Gives each stage the top-level settings that it needs: model, chat template, collector."""
         if not isinstance(data, dict):
             return data
-        stages = {stage: _section(data, stage) for stage in _STAGES}
-        model = _resolved_model(data.get("model", cls.model_fields["model"].default))
-        for stage in _WITH_MODEL:
-            stages[stage]["model"] = model
-        template = data.get("chat_template")
-        if isinstance(template, str) and template:
-            for stage in _WITH_TEMPLATE:
-                stages[stage]["chat_template"] = _resolved_file(template)
-        if endpoint := data.get("otlp_endpoint"):
-            for section in stages.values():
-                section["otlp_endpoint"] = endpoint
+        shared = {
+            "model": _resolved_model(data.get("model", cls.model_fields["model"].default)),
+            "chat_template": _resolved_file(data.get("chat_template", "")),
+            "otlp_endpoint": data.get("otlp_endpoint", ""),
+        }
+        stages = {}
+        for name, config in _stage_configs().items():
+            stages[name] = _section(data, name) | {
+                setting: value
+                for setting, value in shared.items()
+                if setting in config.model_fields and value
+            }
         return {**data, **stages}
 
     @field_validator("api_keys_file")
@@ -155,6 +154,16 @@ class AppConfig(BaseModel):
         )
 
 
+def _stage_configs() -> dict[str, type[StageConfig]]:
+    """Returns the class of each stage's section, by its name."""
+    fields = {name: field.annotation for name, field in AppConfig.model_fields.items()}
+    return {
+        name: config
+        for name, config in fields.items()
+        if isinstance(config, type) and issubclass(config, StageConfig)
+    }
+
+
 def _section(data: dict[str, Any], stage: str) -> dict[str, Any]:
     """Returns a copy of a stage's settings, without settings that only the top level may have."""
     section = data.get(stage) or {}  # an empty section of the YAML is None
@@ -178,7 +187,10 @@ def _resolved_model(model: object) -> object:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _resolved_file(template: str) -> str:
+def _resolved_file(template: object) -> object:
+    """Checks that a file is there, and makes its path absolute."""
+    if not isinstance(template, str) or not template:
+        return template  # not set, or refused by its field
     path = Path(template).expanduser()
     if not path.is_file():
         raise ValueError(f"chat_template: there is no file {template!r}")

@@ -437,6 +437,9 @@ async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         settled = await asyncio.gather(*tasks, return_exceptions=True)
+        caller = asyncio.current_task()
+        if caller and caller.cancelling():  # a failure must not replace the caller's cancellation
+            raise asyncio.CancelledError from None
         for result in settled:
             if isinstance(result, Exception):
                 raise result from None

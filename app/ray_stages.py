@@ -4,8 +4,8 @@ For each call it decides between message and reference, sets the affinity key, o
 keeps the deadline, cancels what is unfinished, turns foreign errors into ServingErrors, and retries by the
 table RETRIES.
 
-Cancelling an awaiting task does not cancel a Serve call, only `response.cancel()` does: `_cancel_unless_done`
-sees to that for every call.
+Cancelling an awaiting task does not cancel a Serve call, only `response.cancel()` does: `_guard` does it for every
+call.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RayStage:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._handle.broadcast("activity").results_async()
-        except (TimeoutError, RayError, RayServeException):
+        except (TimeoutError, RayError, RayServeException, grpc.RpcError):
             return []
 
     async def reset_cache(self) -> None:
@@ -162,7 +162,7 @@ class RayStage:
             tracing.calling(self.name) as trace,
         ):
             response = getattr(handle, method).remote(self._header(context, trace), *args)
-            with _cancel_unless_done(response, self.name, context):
+            with _guard(response, self.name, context):
                 async with asyncio.timeout(context.deadline.left_s()):
                     reply: Reply[T] = await _own_cancellation(response)
             call.timing = Timing.of(start, context.deadline.ms(), reply.service_ms, reply.fetch_ms)
@@ -303,7 +303,7 @@ class RayModel(RayStage):
             # The deadline must also end a stream that nobody reads.
             late = asyncio.get_running_loop().call_later(deadline.left_s() + _READER_GRACE_S, deltas.cancel)
             try:
-                with _cancel_unless_done(deltas, self.name, context):
+                with _guard(deltas, self.name, context):
                     while (delta := await _next_delta(deltas, deadline)) is not None:
                         if call.timing is None:
                             call.timing = Timing(start, delta.queue_ms, 0.0)
@@ -376,8 +376,8 @@ async def _own_cancellation(result: Awaitable[T]) -> T:
 
 
 @contextmanager
-def _cancel_unless_done(response: Any, stage: str, context: CallContext) -> Iterator[None]:
-    """Cancels the call if the block fails, and raises a ServingError with the item's param."""
+def _guard(response: Any, stage: str, context: CallContext) -> Iterator[None]:
+    """Cancels the call if the block fails, and maps foreign errors to ServingErrors with the item's param."""
     try:
         yield
     except BaseException as error:
@@ -412,10 +412,12 @@ def to_serving_error(error: Exception, stage: str) -> ServingError:
             return Overloaded(f"Too many requests are waiting for {stage}. Try again later.")
         case ObjectLostError():
             return ObjectLost(f"{stage} lost an input of the request. Try again.")
-        case RayActorError() | DeploymentUnavailableError():
+        case RayActorError():
             return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
         case grpc.aio.AioRpcError() if cause.code() == grpc.StatusCode.UNAVAILABLE:
             return ReplicaDied(f"A replica of {stage} ended during the request. Try again.")
+        case DeploymentUnavailableError():
+            return StageUnavailable(f"No replica of {stage} is available. Try again later.")
         case TaskCancelledError():
             return StageUnavailable(f"{stage} was stopped during the request. Try again.")
         case _:

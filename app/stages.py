@@ -40,10 +40,7 @@ class Deadline:
     """The deadline of one request, and the clock that all its times are read from."""
 
     def __init__(self, timeout_s: float, arrival: float | None = None) -> None:
-        """`arrival`: when the request came, by `time.perf_counter`;
-
-        None: now. The timeout counts from now.
-        """
+        """`arrival`: when the request came, by `time.perf_counter`. The timeout counts from now."""
         self.timeout_s = timeout_s
         self._arrival = time.perf_counter() if arrival is None else arrival
         self._at = time.monotonic() + timeout_s
@@ -113,9 +110,8 @@ class CallContext:
 
     deadline: Deadline
     param: str = ""  # the item's place in the request: "messages[0].content[1]"
-    modality: str = (
-        "text"  # for the metrics: the item's, "prompt" for prompt embeddings, "text" without items
-    )
+    # For the metrics: the item's, "prompt" for prompt embeddings, "text" for a call about no item.
+    modality: str = "text"
     affinity: str = ""  # calls with equal keys go to the same replica if possible
     attempt: int = 1  # 2: an earlier call about this item ended with its replica
 

@@ -124,10 +124,7 @@ class Histogram(Metric):
         self._values[tags] += value * count
 
     def samples(self) -> Iterator[Sample]:
-        """Yields the sum, and for each bucket the number of values up to `le`;
-
-        the last one is their count.
-        """
+        """Yields the sum, and for each bucket the number of values up to its bound `le`."""
         for values, counts in list(self._counts.items()):
             tags = tuple(zip(self.tags, values, strict=True))
             yield Sample(f"{self.name}_sum", tags, self._values[values])

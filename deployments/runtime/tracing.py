@@ -105,10 +105,7 @@ def span(name: str, **attributes: AttributeValue) -> AbstractContextManager[Span
 
 
 def calling(stage: str) -> AbstractContextManager[Carrier | None]:
-    """Opens the client's span of a call;
-
-    yields the trace context for the CallHeader, None if tracing is off.
-    """
+    """Opens the client's span of a call. Yields its trace context, or None if tracing is off."""
     return _calling(stage) if _tracer else nullcontext()
 
 

@@ -241,10 +241,7 @@ class MediaLoader(Stage):
         return await self._load_web(source, options, max_bytes)
 
     async def _load_web(self, source: MediaSource, options: MediaOptions, max_bytes: int) -> Media:
-        """Takes the body from the HTTP cache if its host allows that, else fetches it;
-
-        keeps only valid media.
-        """
+        """Takes the body from the HTTP cache if its host allows that, or fetches it and keeps valid media."""
         url = self._policy.check_url(source.url)  # a cached body must not bypass the policy
         start, asked_at = time.perf_counter(), self._cache.now()
         entry, is_fresh = self._cache.find(url)

@@ -5,7 +5,8 @@ import yaml
 from pydantic import ValidationError
 
 from app.config import AppConfig
-from app.graph import build
+from app.graph import DEPLOYMENTS, build
+from deployments.stages.base import StageConfig
 from tests.support.paths import ROOT
 
 
@@ -71,3 +72,11 @@ def test_the_shipped_config_is_valid_and_names_the_six_stages() -> None:
 def test_serve_can_see_which_class_validates_the_arguments() -> None:
     """Serve reads the annotation as it is; a string would let every key pass."""
     assert build.__annotations__["args"] is AppConfig
+
+
+def test_every_stage_has_its_section_and_gets_the_collector() -> None:
+    config = AppConfig(otlp_endpoint="http://localhost:4318")
+    sections = {name: value for name, value in config if isinstance(value, StageConfig)}
+    names = {"".join(word.title() for word in name.split("_")) for name in sections} - {"Engine"}
+    assert {name.lower() for name in names} | {"model", "ingress"} == {d.lower() for d in DEPLOYMENTS}
+    assert {section.otlp_endpoint for section in sections.values()} == {"http://localhost:4318"}

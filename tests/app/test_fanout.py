@@ -257,6 +257,23 @@ async def test_cancelling_the_fan_out_cancels_all_and_stays_a_cancellation() -> 
     assert sorted(cancelled) == [0, 1, 2]
 
 
+async def test_a_failure_while_settling_does_not_replace_the_callers_cancellation() -> None:
+    started = asyncio.Event()
+
+    async def fails_when_cancelled() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise InvalidMedia("broken") from None
+
+    task = asyncio.create_task(gather_or_cancel([fails_when_cancelled()]))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_features_come_back_in_the_order_of_the_items(stages: Stages) -> None:
     prepared = await prepare(stages, parsed(0, 255, 0))
     digests = [features.digest for features in prepared.features]

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.observe import Traffic
 from app.ray_stages import (
@@ -240,6 +241,11 @@ def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
         (rpc_error(grpc.StatusCode.UNAVAILABLE), ReplicaDied, "A replica of MediaLoader ended"),
         (rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED), ServingError, "MediaLoader failed on this request"),
         (BackPressureError(5, 5), Overloaded, "waiting for MediaLoader"),
+        (
+            DeploymentUnavailableError(DeploymentID("MediaLoader")),
+            StageUnavailable,
+            "No replica of MediaLoader",
+        ),
         (wrapped(KeyError("secret")), ServingError, "MediaLoader failed on this request"),
     ],
 )
