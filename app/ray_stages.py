@@ -4,8 +4,8 @@ For each call it decides between message and reference, sets the affinity key, o
 keeps the deadline, cancels what is unfinished, turns foreign errors into ServingErrors, and retries by the
 table RETRIES.
 
-Cancelling an awaiting task does not cancel a Serve call, only `response.cancel()` does: `_guard` does it for every
-call.
+Cancelling an awaiting task does not cancel a Serve call, only `response.cancel()` does. `_guard` does it for
+every call.
 """
 
 from __future__ import annotations
