@@ -217,7 +217,7 @@ async def _tokenize(server: Server, tokenizer: DeploymentHandle) -> None:
 @contextmanager
 def preprocessing(server: Server, size: tuple[int, int], in_flight: int) -> Iterator[Callable[[], int]]:
     """Keeps `count` images in flight, from another process. Yields a call that returns the number done."""
-    command = [sys.executable, __file__, "--child", "sender"]
+    command = [sys.executable, "-m", "scripts.bench_isolation", "--child", "sender"]
     arguments = [argument(server.mark, "--gcs-address="), *map(str, size), str(in_flight)]
     env = {**os.environ, **dict([server.mark.split("=")])}
     with subprocess.Popen(
@@ -587,7 +587,7 @@ def latency(server: Server, model: str) -> None:
     print(
         f"\nOne request with an image, against the same work in a row in one process (median of {LATENCY_N})"
     )
-    command = [sys.executable, __file__, "--child", "row", model]
+    command = [sys.executable, "-m", "scripts.bench_isolation", "--child", "row", model]
     with (
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as row,
         connection(server) as own,
@@ -650,7 +650,7 @@ def answer_in_a_row(body: bytes, encoder: Any, processor: Any, model: Any) -> An
 
 
 def child(name: str, argument: str) -> str:
-    command = [sys.executable, "-W", "ignore", __file__, "--child", name, argument]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.bench_isolation", "--child", name, argument]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
