@@ -19,12 +19,14 @@ from app.intake.long_string import LongString
 from app.intake.precedence import Precedence
 from app.openai.content import InlineTensor
 from app.openai.parse_chat import Item, ParsedChat
-from app.stages import CallContext, Deadline, ObjectLost, ReplicaDied, Stages, Timed, Timing, without_gaps
+from app.stages import CallContext, Deadline, Stages, Timed, Timing, without_gaps
 from deployments.errors import (
     ArraysEvicted,
     InvalidRequest,
     MediaTooLarge,
+    ObjectLost,
     PromptTooLong,
+    ReplicaDied,
     UnsupportedMedia,
 )
 from deployments.processor.placeholders import Span, expand
@@ -331,7 +333,7 @@ class FanOut:
         loaded = await gather_or_cancel(self._load(item, request, attempt) for item in items)
         medias = [each.value for each in loaded]
         affinity = _affinity(medias[0].uuid) or medias[0].digest
-        context = request.context(items[0], affinity)
+        context = request.context(items[0], affinity, attempt)
         processed = await self._stages.mm_preprocessor.process(medias, request.settings, context)
         prepared = []
         for item, each, features in zip(items, loaded, processed.value, strict=True):

@@ -23,8 +23,15 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from app.observe import ObservedCall, Traffic
-from app.stages import CallContext, Deadline, ObjectLost, ReplicaDied, Stages, Timed, Timing
-from deployments.errors import InvalidMedia, Overloaded, ServingError, StageUnavailable
+from app.stages import CallContext, Deadline, Stages, Timed, Timing
+from deployments.errors import (
+    InvalidMedia,
+    ObjectLost,
+    Overloaded,
+    ReplicaDied,
+    ServingError,
+    StageUnavailable,
+)
 from deployments.processor.settings import ProcessorSettings
 from deployments.runtime import tracing
 from deployments.runtime.memory import collect_soon
@@ -62,8 +69,8 @@ _TIMER_S = 0.001  # a timer may fire this long before its time
 _READER_GRACE_S = 0.1  # after the deadline: a reader that is waiting has had its StageTimeout by then
 
 
-class Then(Enum):
-    """The answer to a replica that died during a call."""
+class OnReplicaDeath(Enum):
+    """The rule for a call during which its replica died."""
 
     RETRY = "the call is idempotent: one more replica may try it"
     RETRY_THEN_REFUSE = "as RETRY; if the second replica dies too, the item is what kills them"
@@ -73,13 +80,13 @@ class Then(Enum):
 # have killed the replica: the fan-out then loads it with MediaLoader, which is quicker to replace.
 # `Model.generate` is not, because its client may have seen tokens.
 RETRIES = {
-    "Tokenizer.encode": Then.RETRY,
-    "Tokenizer.encode_text": Then.RETRY,
-    "Tokenizer.decode": Then.RETRY,
-    "MediaLoader.load": Then.RETRY_THEN_REFUSE,
-    "EmbeddingLoader.load": Then.RETRY,
-    "MMPreprocessor.process": Then.RETRY,
-    "MMPreprocessor.recall": Then.RETRY,
+    "Tokenizer.encode": OnReplicaDeath.RETRY,
+    "Tokenizer.encode_text": OnReplicaDeath.RETRY,
+    "Tokenizer.decode": OnReplicaDeath.RETRY,
+    "MediaLoader.load": OnReplicaDeath.RETRY_THEN_REFUSE,
+    "EmbeddingLoader.load": OnReplicaDeath.RETRY,
+    "MMPreprocessor.process": OnReplicaDeath.RETRY,
+    "MMPreprocessor.recall": OnReplicaDeath.RETRY,
 }
 
 
@@ -119,7 +126,10 @@ class RayStage:
 
     async def reset_cache(self) -> None:
         """Empties the caches of all replicas."""
-        await self._handle.broadcast("reset_cache").results_async()
+        try:
+            await self._handle.broadcast("reset_cache").results_async()
+        except (RayError, RayServeException, grpc.RpcError) as error:
+            raise to_serving_error(error, self.name) from error
 
     async def _call(
         self,
@@ -142,7 +152,7 @@ class RayStage:
                 CALL_RETRIES.add(1, self.name, type(error).__name__)
                 return await self._attempt(handle, method, args, context, sizes)
         except ReplicaDied:
-            if then is not Then.RETRY_THEN_REFUSE:
+            if then is not OnReplicaDeath.RETRY_THEN_REFUSE:
                 raise
             raise InvalidMedia(
                 "Decoding this item failed twice. Convert it to another format.", context.param or None
@@ -245,15 +255,15 @@ class RayMMPreprocessor(RayStage):
         context: CallContext,
     ) -> Timed[MMItem]:
         in_message = self._small_images_inline and source.nbytes <= _SMALL_IMAGE_BYTES
-        done = await self._read(source, options, settings, uuid, in_message, context)
+        done = await self._read_by(source, options, settings, uuid, in_message, context)
         if done.value.features.payload is not None:
             return done
         # The features are too large for a message. The stage has cached them; this call only brings them.
-        again = await self._read(source, options, settings, uuid, False, context)
+        again = await self._read_by(source, options, settings, uuid, False, context)
         features = replace(done.value.features, payload=again.value.features.payload)
         return Timed(replace(done.value, features=features), done.timing.then(again.timing))
 
-    async def _read(
+    async def _read_by(
         self,
         source: MediaSource,
         options: MediaOptions,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from deployments.errors import StageTimeout, StageUnavailable
+from deployments.errors import StageTimeout
 from deployments.processor.settings import ProcessorSettings
 from deployments.types import (
     Affixes,
@@ -124,14 +124,6 @@ class Timed(Generic[T]):
     timing: Timing
 
 
-class ReplicaDied(StageUnavailable):
-    """The replica that worked on the call is gone."""
-
-
-class ObjectLost(StageUnavailable):
-    """An array that the call refers to is gone, with the process that held it."""
-
-
 class Tokenizer(Protocol):
     async def encode(self, chat: Chat, affixes: Sequence[Affixes], context: CallContext) -> Timed[Prompt]: ...
 
@@ -169,7 +161,7 @@ class MMPreprocessor(Protocol):
         uuid: MediaUUID | None,
         context: CallContext,
     ) -> Timed[MMItem]:
-        """Decodes and processes in one call. Raises ReplicaDied at once: the item may be what killed it."""
+        """Decodes and processes in one call. Is not retried: the item may be what killed the replica."""
         ...
 
     async def recall(

@@ -18,12 +18,14 @@
     ├── ArraysEvicted                409  between stages only: a cache no longer has an item's arrays
     ├── Overloaded                   503  a queue is full; try again
     ├── StageUnavailable             503  a replica died and a retry did not help, or the server is starting
+    │   ├── ReplicaDied              503  the replica that worked on a call is gone
+    │   └── ObjectLost               503  an array of a call is gone, with the process that held it
     └── StageTimeout                 504  the request's deadline passed
 
-A message says what to change. `param` names the item (`messages[0].content[2]`); a stage leaves it out, and
-the fan-out, which knows the item, fills it in. Messages contain no address, no path of the server and no repr
-of an object. Arguments are positional and equal to those of `Exception`, so that the
-errors survive pickling between processes.
+A message says what to change. `param` names the item (`messages[0].content[2]`). The code of a stage leaves
+it out; the decorator of its endpoint fills it in. Messages contain no address, no path of the server and no
+repr of an object. Arguments are positional and equal to those of `Exception`, so that the errors survive
+pickling between processes.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ class ArraysEvicted(ServingError):
     """Never reaches a client: the fan-out loads the item again, with its arrays."""
 
     status = 409
-    code = "not_decoded"
+    code = "arrays_evicted"
 
 
 class Overloaded(ServingError):
@@ -123,6 +125,14 @@ class Overloaded(ServingError):
 class StageUnavailable(ServingError):
     status = 503
     code = "stage_unavailable"
+
+
+class ReplicaDied(StageUnavailable):
+    """The replica that worked on a call is gone."""
+
+
+class ObjectLost(StageUnavailable):
+    """An array that a call refers to is gone, with the process that held it."""
 
 
 class StageTimeout(ServingError):

@@ -254,7 +254,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # for tokens of the answer, for each occurrence
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     seed: int | None = None  # equal seeds give equal answers, in any batch
-    min_tokens: int = 0  # no end and no `stop_token_ids` before this many tokens
+    min_tokens: int = 0  # the answer cannot end before this many tokens
     stop_token_ids: tuple[int, ...] = ()  # end the answer and are not part of it
     ignore_eos: bool = False  # go on to max_tokens
     top_logprobs: int | None = None  # alternatives for each token; None: no logprobs at all

@@ -40,7 +40,10 @@ _MIN_CPU_BYTES = 256 * 2**20  # for the KV cache
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """The encoder's result for an item. Both fields are None if all requests for it were cancelled."""
+    """The encoder's result for an item.
+
+    `embeds` and `error` are both None if all requests for it were cancelled.
+    """
 
     key: bytes
     embeds: torch.Tensor | None = None

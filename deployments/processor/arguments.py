@@ -12,7 +12,7 @@ from deployments.processor.pixel_layout import channels_first
 from deployments.processor.protocols import AudioExtractor, Processor
 from deployments.types import Arrays, Media, MediaOptions, Modality
 
-Item = tuple[Media, Arrays]
+DecodedItem = tuple[Media, Arrays]
 
 MIN_AUDIO_S = 0.3  # shorter clips are padded with silence: the encoders would make no token of them
 DEFAULT_FPS = 2.0  # frames per second of video, if the checkpoint sets neither that nor a number of frames
@@ -24,7 +24,7 @@ Options = dict[str, object]
 
 
 def media_arguments(
-    processor: Processor, modality: Modality, items: Sequence[Item]
+    processor: Processor, modality: Modality, items: Sequence[DecodedItem]
 ) -> tuple[dict[str, object], Options]:
     """The media of one modality as arguments, and their options for KWARGS[modality].
 
@@ -44,13 +44,13 @@ def media_options(processor: Processor) -> MediaOptions:
     return MediaOptions(sampling_rate or 16000, num_frames, fps)
 
 
-def _image(processor: Processor, items: Sequence[Item]) -> tuple[dict[str, object], Options]:
+def _image(processor: Processor, items: Sequence[DecodedItem]) -> tuple[dict[str, object], Options]:
     images = [arrays["pixels"] for _, arrays in items]
     # transformers would guess the layout, and takes an image three pixels high for one with channels first.
     return {"images": [images]}, {"input_data_format": "channels_last"}
 
 
-def _audio(processor: Processor, items: Sequence[Item]) -> tuple[dict[str, object], Options]:
+def _audio(processor: Processor, items: Sequence[DecodedItem]) -> tuple[dict[str, object], Options]:
     extractor = _audio_processor(processor)
     assert extractor is not None
     rate = extractor.sampling_rate
@@ -81,7 +81,7 @@ def _window(processor: Processor, extractor: AudioExtractor) -> int | None:
     return int(window) if window else None
 
 
-def _video(processor: Processor, items: Sequence[Item]) -> tuple[dict[str, object], Options]:
+def _video(processor: Processor, items: Sequence[DecodedItem]) -> tuple[dict[str, object], Options]:
     metadata = [media.video_metadata for media, _ in items]
     options: Options = {
         "do_sample_frames": False,  # the frames were chosen when the clip was decoded
@@ -96,7 +96,7 @@ def _video(processor: Processor, items: Sequence[Item]) -> tuple[dict[str, objec
     return {"videos": [[channels_first(arrays["frames"]) for _, arrays in items]]}, options
 
 
-_BUILDERS: dict[Modality, Callable[[Processor, Sequence[Item]], tuple[dict[str, object], Options]]] = {
+_BUILDERS: dict[Modality, Callable[[Processor, Sequence[DecodedItem]], tuple[dict[str, object], Options]]] = {
     Modality.IMAGE: _image,
     Modality.AUDIO: _audio,
     Modality.VIDEO: _video,

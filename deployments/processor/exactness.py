@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from deployments.processor.arguments import Item
+from deployments.processor.arguments import DecodedItem
 from deployments.processor.chat_encoder import ChatEncoder
 from deployments.processor.checkpoint import prompting_of
 from deployments.processor.item_processor import Handling, ItemProcessor
@@ -147,14 +147,14 @@ class _Trial:
         self.check(_samples(modality), {modality: handling})
         return handling
 
-    def check(self, samples: Sequence[Item], handlings: Mapping[Modality, Handling]) -> None:
+    def check(self, samples: Sequence[DecodedItem], handlings: Mapping[Modality, Handling]) -> None:
         """Raises NotExact unless the first sample alone, and all samples together, are exact."""
         items = self._items.handling(handlings)
         for some in (samples[:1], samples):
             with _not_exact_on_error():
                 _compare(self._separately(items, some), self._in_one_call(some))
 
-    def _separately(self, items: ItemProcessor, samples: Sequence[Item]) -> Arrays:
+    def _separately(self, items: ItemProcessor, samples: Sequence[DecodedItem]) -> Arrays:
         modalities = [media.modality for media, _ in samples]
         done: dict[int, ProcessedItem] = {}
         for modality in set(modalities):
@@ -168,7 +168,7 @@ class _Trial:
         prompt = self._encoder.encode(chat, [each.affixes for each in in_order])
         return join(prompt, [(each.record(None), each.features) for each in in_order])
 
-    def _in_one_call(self, samples: Sequence[Item]) -> Arrays:
+    def _in_one_call(self, samples: Sequence[DecodedItem]) -> Arrays:
         """With media in the form in which users of the processor pass them."""
         processor = self._items.processor
         kwargs: dict[str, object] = {"return_tensors": "pt"}
@@ -221,15 +221,15 @@ _SAMPLED_FPS = 2.0
 _GRADIENT_WIDTH = 530  # pixels
 
 
-def _samples(modality: Modality) -> list[Item]:
+def _samples(modality: Modality) -> list[DecodedItem]:
     return [_sample(modality, i) for i in range(3)]
 
 
-def _mixed(modalities: list[Modality]) -> list[Item]:
+def _mixed(modalities: list[Modality]) -> list[DecodedItem]:
     return [_sample(modality, i) for i in range(2) for modality in modalities]
 
 
-def _sample(modality: Modality, i: int) -> Item:
+def _sample(modality: Modality, i: int) -> DecodedItem:
     """The i-th small sample of a modality: noise, each in a different size."""
     random = np.random.default_rng(i)
     name = f"sample {i}"
@@ -240,7 +240,7 @@ def _sample(modality: Modality, i: int) -> Item:
     return _image_or_video(modality, name, frames)
 
 
-def _with_every_byte(modality: Modality) -> Item:
+def _with_every_byte(modality: Modality) -> DecodedItem:
     """A grey gradient with all 256 bytes, so gentle that it keeps them at half of its size.
 
     Its width is no multiple of a usual patch size, so the processor has to resize it. That shows whether it
@@ -252,7 +252,7 @@ def _with_every_byte(modality: Modality) -> Item:
     )
 
 
-def _image_or_video(modality: Modality, name: str, frames: npt.NDArray[np.uint8]) -> Item:
+def _image_or_video(modality: Modality, name: str, frames: npt.NDArray[np.uint8]) -> DecodedItem:
     """`frames`: [_NUM_FRAMES, H, W, 3]. An image is the first of them."""
     if modality is Modality.IMAGE:
         return Media(modality, name), {"pixels": frames[0]}

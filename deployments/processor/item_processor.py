@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.errors import InvalidMedia, ServingError
-from deployments.processor.arguments import KWARGS, Item, media_arguments, media_options
+from deployments.processor.arguments import KWARGS, DecodedItem, media_arguments, media_options
 from deployments.processor.checkpoint import placeholders_of, tokenizer_of
 from deployments.processor.embed_form import embeds_forms
 from deployments.processor.joining import join_rule, part
@@ -95,7 +95,7 @@ class ItemProcessor:
         )
 
     def process(
-        self, items: Sequence[Item], settings: ProcessorSettings | None = None
+        self, items: Sequence[DecodedItem], settings: ProcessorSettings | None = None
     ) -> list[ProcessedItem]:
         """Processes items of one modality in one call of the processor; their arrays are only read.
 
@@ -138,7 +138,7 @@ class ItemProcessor:
         shaping = (modality, self._fingerprint, repr(applicable), *contents)
         return [digest(*shaping, str(place)) for place in range(len(items))]
 
-    def find_normalizations(self, item: Item) -> dict[str, Normalization]:
+    def find_normalizations(self, item: DecodedItem) -> dict[str, Normalization]:
         """The normalizations that the model can apply later, by feature; empty if a bit would differ.
 
         `item` has all 256 bytes in each channel, also after the processor has resized it.
@@ -169,7 +169,7 @@ class ItemProcessor:
         return {name: value for name, value in (settings or {}).items() if name in self._settings[modality]}
 
     def _call(
-        self, modality: Modality, items: Sequence[Item], settings: ProcessorSettings, as_bytes: bool
+        self, modality: Modality, items: Sequence[DecodedItem], settings: ProcessorSettings, as_bytes: bool
     ) -> _Call:
         before, after = self._wrappers[modality]
         media, options = media_arguments(self.processor, modality, items)

@@ -132,7 +132,7 @@ class MMPreprocessor(Stage):
         message are left out. Raises the errors of `MediaLoader.load` and of `process`.
         """
         self._check_modality(source.modality)
-        done = await self._read(source, options, settings)
+        done = await self._find_or_decode(source, options, settings)
         if uuid:
             self._cache.remember_uuid(uuid, done.media)
         payload = done.features.payload
@@ -184,7 +184,7 @@ class MMPreprocessor(Stage):
             MMItem(replace(item.media, cached=True), replace(item.features, cached=True)) for item in found
         ]
 
-    async def _read(
+    async def _find_or_decode(
         self, source: MediaSource, options: MediaOptions, settings: ProcessorSettings | None
     ) -> MMItem:
         pieces = await unpack_pieces(source.payloads)

@@ -21,8 +21,15 @@ from app.fanout import FanOut, Prepared, _sample, gather_or_cancel
 from app.intake.long_string import LongString
 from app.intake.precedence import Precedence
 from app.openai.parse_chat import Item, ParsedChat
-from app.stages import CallContext, Deadline, ObjectLost, ReplicaDied, Stages, Timed
-from deployments.errors import ArraysEvicted, InvalidMedia, MediaTooLarge, ServingError
+from app.stages import CallContext, Deadline, Stages, Timed
+from deployments.errors import (
+    ArraysEvicted,
+    InvalidMedia,
+    MediaTooLarge,
+    ObjectLost,
+    ReplicaDied,
+    ServingError,
+)
 from deployments.processor.settings import ProcessorSettings
 from deployments.stages.embedding_loader import EmbeddingLoader
 from deployments.stages.media_loader import MediaLoader, MediaLoaderConfig

@@ -22,10 +22,12 @@ from app.ray_stages import (
     RayTokenizer,
     to_serving_error,
 )
-from app.stages import CallContext, Deadline, ObjectLost, ReplicaDied
+from app.stages import CallContext, Deadline
 from deployments.errors import (
     InvalidMedia,
+    ObjectLost,
     Overloaded,
+    ReplicaDied,
     ServingError,
     StageTimeout,
     StageUnavailable,

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from deployments.processor.arguments import Item
+from deployments.processor.arguments import DecodedItem
 from deployments.processor.checkpoint import BUNDLED
 from deployments.types import Chat
 from tests.support.tiny_models import (
@@ -537,20 +537,20 @@ FAMILIES = [
 ]
 
 
-def samples(family: Family) -> list[Item]:
+def samples(family: Family) -> list[DecodedItem]:
     """Three items of each modality in different sizes, the modalities in turn."""
     return [_SAMPLES[modality](i) for i in range(3) for modality in family.modalities]
 
 
 # All videos have the same number of frames, because some processors stack them.
-_SAMPLES: dict[str, Callable[[int], Item]] = {
+_SAMPLES: dict[str, Callable[[int], DecodedItem]] = {
     IMAGE: lambda i: image(i, *((40, 56), (100, 30), (560, 270))[i]),
     AUDIO: lambda i: audio(i, (1.0, 1.73, 0.5)[i]),
     VIDEO: lambda i: video(i, 6, *((32, 48), (64, 24), (40, 40))[i]),
 }
 
 
-def conversation(items: Sequence[Item]) -> Chat:
+def conversation(items: Sequence[DecodedItem]) -> Chat:
     """Spreads items over three of six messages, with and without text before, between and after them."""
     first, *rest = [{"type": str(media.modality)} for media, _ in items]
     middle, last = rest[: len(rest) // 2], rest[len(rest) // 2 :]
@@ -567,7 +567,9 @@ def conversation(items: Sequence[Item]) -> Chat:
     )
 
 
-def compared(family: Family, chat: Chat, items: Sequence[Item], **settings: int | bool) -> dict[str, bool]:
+def compared(
+    family: Family, chat: Chat, items: Sequence[DecodedItem], **settings: int | bool
+) -> dict[str, bool]:
     """Compares items that were processed separately with one call for all: tensor name -> equal bits."""
     import torch
 

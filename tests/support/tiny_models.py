@@ -20,7 +20,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from deployments.engine.base import EngineItem
-from deployments.processor.arguments import Item
+from deployments.processor.arguments import DecodedItem
 from deployments.processor.chat_encoder import ChatEncoder
 from deployments.processor.checkpoint import BUNDLED, load_processor, load_prompting
 from deployments.processor.exactness import only_what_is_exact
@@ -207,17 +207,17 @@ def arguments_of(model_class: str) -> frozenset[str]:
     return frozenset(inspect.signature(getattr(transformers, model_class).forward).parameters)
 
 
-def image(seed: int, height: int = 40, width: int = 56) -> Item:
+def image(seed: int, height: int = 40, width: int = 56) -> DecodedItem:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return _media(Modality.IMAGE, {"pixels": pixels})
 
 
-def audio(seed: int, seconds: float = 1.0, rate: int = 16000) -> Item:
+def audio(seed: int, seconds: float = 1.0, rate: int = 16000) -> DecodedItem:
     samples = np.random.default_rng(seed).uniform(-1, 1, round(seconds * rate)).astype(np.float32)
     return _media(Modality.AUDIO, {"samples": samples})
 
 
-def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> Item:
+def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> DecodedItem:
     """Every fifth frame of a clip of 10 frames a second."""
     pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
     metadata: VideoMetadata = {
@@ -229,7 +229,7 @@ def video(seed: int, frames: int = 6, height: int = 32, width: int = 48) -> Item
     return _media(Modality.VIDEO, {"frames": pixels}, metadata)
 
 
-def _media(modality: Modality, arrays: Arrays, metadata: VideoMetadata | None = None) -> Item:
+def _media(modality: Modality, arrays: Arrays, metadata: VideoMetadata | None = None) -> DecodedItem:
     for array in arrays.values():
         array.flags.writeable = False  # like arrays from the object store
     payload = Payload(0, inline=pickle.dumps(arrays, protocol=5))
@@ -244,7 +244,7 @@ def engine_item(model: str, media: Media, arrays: Arrays) -> EngineItem:
 
 
 def engine_items(
-    model: str, items: Sequence[Item], settings: ProcessorSettings | None = None
+    model: str, items: Sequence[DecodedItem], settings: ProcessorSettings | None = None
 ) -> list[EngineItem]:
     """The items of one call of the processor."""
     return [
@@ -254,7 +254,7 @@ def engine_items(
 
 
 def engine_items_of(
-    model: str, items: Sequence[Item], settings: ProcessorSettings | None = None
+    model: str, items: Sequence[DecodedItem], settings: ProcessorSettings | None = None
 ) -> list[EngineItem]:
     """The items of a whole request, processed separately except for those of joint modalities."""
     done: dict[int, EngineItem] = {}
@@ -266,7 +266,7 @@ def engine_items_of(
 def assembled(
     model: str,
     conversation: Chat,
-    items: Sequence[Item],
+    items: Sequence[DecodedItem],
     accepts: frozenset[str],
     settings: ProcessorSettings | None = None,
 ) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def assembled(
     return assemble(prompt, ordered, accepts, torch.float32)
 
 
-def _groups(items: Sequence[Item], joint: Sequence[Modality]) -> list[list[int]]:
+def _groups(items: Sequence[DecodedItem], joint: Sequence[Modality]) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for i, (media, _) in enumerate(items):
         groups.setdefault(media.modality if media.modality in joint else i, []).append(i)
@@ -296,7 +296,9 @@ def _part(part: str | Media) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": str(part.modality)}
 
 
-def joint_call(model: str, conversation: Chat, items: Sequence[Item], **settings: Any) -> dict[str, Any]:
+def joint_call(
+    model: str, conversation: Chat, items: Sequence[DecodedItem], **settings: Any
+) -> dict[str, Any]:
     """Calls the processor once for the whole conversation, with media in the form that its users pass."""
     rest = iter(items)
     metadata = []

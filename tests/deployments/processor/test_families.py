@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.processor.arguments import Item
+from deployments.processor.arguments import DecodedItem
 from deployments.types import Chat, Modality
 from tests.support.family_models import WITH_MODELS, tiny_model
 from tests.support.tiny_families import FAMILIES, Family, compared, conversation, samples
@@ -28,7 +28,7 @@ pytestmark = [
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
-def assert_exact(family: Family, chat: Chat, items: list[Item], **settings: int | bool) -> None:
+def assert_exact(family: Family, chat: Chat, items: list[DecodedItem], **settings: int | bool) -> None:
     equal = compared(family, chat, items, **settings)
     assert {"input_ids", "attention_mask"} <= equal.keys()
     assert equal == dict.fromkeys(equal, True)
