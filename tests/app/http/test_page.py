@@ -80,8 +80,8 @@ def test_a_chat_with_all_three_modalities(page: Browser) -> None:
         return [...document.querySelectorAll(".waterfall li")].map((row) => [text(row), ...kinds(row)]);"""
     )
     assert [name for name, *_ in rows] == ["request", "prompt", "photo.png", "sound.wav", "clip.mp4", "model"]
-    for _, *kinds in rows[2:5]:
-        assert {"queue", "MediaLoader"} <= set(kinds)  # and no preprocess for what was seen before
+    for (_, *kinds), stage in zip(rows[2:5], ["MMPreprocessor", "MediaLoader", "MediaLoader"], strict=True):
+        assert {"queue", stage} <= set(kinds)  # a small image is decoded where it is preprocessed
     assert {"join", "queue", "prefill", "decode"} <= set(rows[5])
 
     page.click(".seen summary")
@@ -133,7 +133,7 @@ def test_an_error_is_shown_at_the_item_that_it_names(page: Browser, tmp_path: Pa
     page.wait(f"{ATTACHED} === 3")
     page.type("#text", "what do you see and hear?" + Keys.ENTER)
     page.wait("document.querySelector('.error')")
-    assert page.text(".item.wrong [role=alert]").startswith("This is no")
+    assert page.text(".item.wrong [role=alert]").startswith("The data is not an image")
     assert page.text(".item.wrong .name") == "broken.png"
     assert "messages[0].content[1]" in page.text(".error")
 
